@@ -1,0 +1,42 @@
+# Everything runs in .venv, made on first use. Only Python 3.11+, make and a package index are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# What `make demo` hands to `zfabric demo`: make demo ENGINE=sim MODEL=name ARGS='--items 500'
+ENGINE ?=
+MODEL ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 14
+
+setup: $(STAMP) ## make .venv and install zfabric with pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'zfabric needs Python 3.11 or newer and $(PYTHON) is not (or is missing): try make PYTHON=python3.12' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+demo: $(STAMP) ## broker, two workers and a batch file through them (ENGINE, MODEL, ARGS)
+	$(BIN)/zfabric demo $(if $(ENGINE),--engine $(ENGINE)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: $(STAMP) ## run every test
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## style, types, import contracts, docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/test_style.py
+
+clean: ## remove what make has made, .venv too
+	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find zfabric tui workers tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

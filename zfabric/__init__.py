@@ -1,0 +1,3 @@
+"""zfabric: a brokered work fabric for GPU inference."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,27 @@
+"""OpenAI Batch files: requests read from a stream, results appended to a file. No sockets.
+
+`reader` turns lines into requests or bad lines, `job` names a run and remembers which input its
+output belongs to, `writer` appends results so that a crash at any byte can be resumed.
+"""
+
+from zfabric.batchfile.digests import DigestSet
+from zfabric.batchfile.job import InputIdentity, Job, errors_path_for, job_name
+from zfabric.batchfile.lines import LINE_BYTES_MAX, bounded_lines, count_lines
+from zfabric.batchfile.reader import BadLine, Request, estimate_tokens, read_requests
+from zfabric.batchfile.writer import BatchOutput
+
+__all__ = [
+    "LINE_BYTES_MAX",
+    "BadLine",
+    "BatchOutput",
+    "DigestSet",
+    "InputIdentity",
+    "Job",
+    "Request",
+    "bounded_lines",
+    "count_lines",
+    "errors_path_for",
+    "estimate_tokens",
+    "job_name",
+    "read_requests",
+]

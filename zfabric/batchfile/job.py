@@ -1,0 +1,168 @@
+"""Jobs: what a run of a batch file is called, and which input its output belongs to.
+
+The broker knows a run by its job name and its items by line number, so a resumed run must use the
+name of the run that it continues, and any other run must not: a broker that remembers the name
+would take new items for old ones. So the name holds a generation, drawn at random for a fresh run
+and again when requests that the broker has answered are sent once more. It is kept in
+`<output>.zfabric.json`, beside the identity of the input, written atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from zfabric.errors import ConfigError
+from zfabric.shapes import NAME_BYTES_MAX
+
+SIDECAR_VERSION = 1
+SIDECAR_SUFFIX = ".zfabric.json"
+ERRORS_SUFFIX = ".errors.jsonl"
+# Enough of the first line to tell two inputs apart; a line may be 64 MiB.
+FIRST_LINE_BYTES = 65_536
+GENERATION_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class InputIdentity:
+    """What tells one input file from another: path, size in bytes, digest of its first line."""
+
+    path: str
+    size_bytes: int
+    first_line: str
+
+    @classmethod
+    def of(cls, path: Path) -> InputIdentity:
+        """The identity of the file at `path`. Raises ConfigError if it cannot be read."""
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"input {path} is not a regular file: save it to one first")
+        try:
+            with path.open("rb") as stream:
+                size_bytes = os.fstat(stream.fileno()).st_size
+                digest = xxhash.xxh3_64_hexdigest(stream.readline(FIRST_LINE_BYTES))
+        except OSError as error:
+            raise ConfigError(f"cannot read input {path}: {error.strerror}") from None
+        return cls(str(path.resolve()), size_bytes, digest)
+
+    def difference(self, other: InputIdentity) -> str | None:
+        """What differs, in words, or None."""
+        if self.path != other.path:
+            return f"its input was {other.path}, not {self.path}"
+        if self.size_bytes != other.size_bytes:
+            return f"its input had {other.size_bytes} bytes and has {self.size_bytes} now"
+        if self.first_line != other.first_line:
+            return "the first line of its input has changed"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run and those that resume it. `errors` is the path of its errors file."""
+
+    name: str
+    generation: str
+    input: InputIdentity
+    errors: str
+
+    @classmethod
+    def fresh(cls, output: Path, identity: InputIdentity, errors: Path) -> Job:
+        """A job that no broker has seen before."""
+        generation = secrets.token_hex(GENERATION_BYTES)
+        return cls(job_name(output, generation), generation, identity, str(errors))
+
+    def save(self, output: Path) -> None:
+        """Write the sidecar of `output`, atomically. Raises ConfigError if that fails."""
+        path = sidecar_path(output)
+        row = {"version": SIDECAR_VERSION, "pid": os.getpid()} | asdict(self)
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(json.dumps(row, indent=2).encode() + b"\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def job_name(output: Path, generation: str) -> str:
+    """`batch-<file name>-<xxh3_64 of the absolute path>-<generation>`, at most 255 bytes."""
+    path = output.resolve()
+    digest = xxhash.xxh3_64_intdigest(os.fsencode(path))
+    tail = f"-{digest:016x}-{generation}"
+    room = NAME_BYTES_MAX - len("batch-") - len(tail)
+    name = "".join(c if c.isprintable() else "_" for c in path.name)
+    return f"batch-{name.encode('utf-8', 'replace')[:room].decode('utf-8', 'ignore')}{tail}"
+
+
+def errors_path_for(output: Path) -> Path:
+    """Where failures go when no errors file is named: out.jsonl has out.errors.jsonl."""
+    return output.with_suffix(ERRORS_SUFFIX)
+
+
+def sidecar_path(output: Path) -> Path:
+    """The file that remembers the job of `output`."""
+    return output.with_name(output.name + SIDECAR_SUFFIX)
+
+
+def load_job(output: Path, *, strict: bool = True) -> Job | None:
+    """The job that `output` belongs to; None if no sidecar is there.
+
+    Raises ConfigError for a sidecar that cannot be read; unless `strict`, it counts as absent.
+    """
+    try:
+        row = _sidecar(output)
+        return None if row is None else _job(output, row)
+    except ConfigError:
+        if strict:
+            raise
+        return None
+
+
+def _job(output: Path, row: dict[str, Any]) -> Job:
+    try:
+        if row["version"] != SIDECAR_VERSION:
+            raise ValueError(f"version {row['version']!r}")
+        identity = InputIdentity(**row["input"])
+        return Job(str(row["name"]), str(row["generation"]), identity, str(row["errors"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{sidecar_path(output)} is not a job of this version ({error}); "
+            "start again with --overwrite"
+        ) from None
+
+
+def holder_of(output: Path) -> str:
+    """Who writes `output`, as the sidecar says: "pid 123", or "another process"."""
+    try:
+        row = _sidecar(output)
+    except ConfigError:
+        row = None
+    return f"pid {row['pid']}" if row and isinstance(row.get("pid"), int) else "another process"
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names created or replaced in `directory` survive a power loss. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sidecar(output: Path) -> dict[str, Any] | None:
+    path = sidecar_path(output)
+    try:
+        row = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; start again with --overwrite") from None
+    return row if isinstance(row, dict) else {}

@@ -1,0 +1,340 @@
+"""The broker: three sockets, one poll, one clock. The only loop, and the only code that sends.
+
+A turn of the loop: receive what is there, give the dispatcher the time, publish and acknowledge
+what was stored, send what it left, hand out batches for at most one slice, publish statistics.
+Every part of a turn is bounded, so that heartbeats are served whatever the load. Nothing is decided
+here but what a failed send means: a channel that is full waits, every other error is a disconnect.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import msgpack
+import zmq
+
+from zfabric import snapshot
+from zfabric.addresses import format_address, is_loopback
+from zfabric.config import BrokerConfig
+from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
+from zfabric.errors import ConfigError
+from zfabric.protocol import FRAME_SLACK_BYTES, Type
+from zfabric.store import MemoryStore
+
+# Small, so that a slow peer is noticed; never 0, which means without limit.
+SEND_HWM = 128
+RECEIVE_HWM = 64
+SOCKET_BUFFER_BYTES = 256 * 1024
+ZMQ_HEARTBEAT_IVL_MS, ZMQ_HEARTBEAT_TIMEOUT_MS, ZMQ_HEARTBEAT_TTL_MS = 5_000, 15_000, 15_000
+HANDSHAKE_IVL_MS = 5_000
+# Longest wait in poll: judgement and upkeep are due this often even when nothing arrives.
+TICK_S = 0.1
+# Longest time spent receiving before everything else gets its turn.
+RECEIVE_SLICE_S = 0.05
+# While a full channel has messages waiting, look at it this often.
+RETRY_S = 0.02
+# Messages that may wait for one peer's full channel before it is given up as stalled.
+STALLED_MESSAGES_MAX = 1_000
+# A turn later than this was the machine's fault or a stop signal; deadlines of others move.
+LATE_S = 0.5
+
+TOPIC_SNAPSHOT, TOPIC_EVENT, TOPIC_LANES = b"snapshot", b"event", b"lanes:"
+
+
+class Endpoints(NamedTuple):
+    """Where a bound broker can be reached."""
+
+    producers: str
+    workers: str
+    stats: str
+
+
+class Broker:
+    """A broker on its own sockets. `bind`, then `run` in one thread until it is told to end."""
+
+    def __init__(self, config: BrokerConfig, store: MemoryStore | None = None) -> None:
+        if not config.insecure and not is_loopback(config.bind):
+            raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
+        self.config = config
+        self.dispatcher = Dispatcher(config, store or MemoryStore(), secrets.randbits(64))
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._stats: zmq.Socket[bytes] | None = None
+        self._topics: set[bytes] = set()
+        self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
+        self._drain_asked = threading.Event()
+        self._stop_asked = threading.Event()
+        self._next_snapshot_s = 0.0
+        self._slice_s = config.slice_ms / 1000
+        self._more_offers = False
+        self._turn_started_s: float | None = None
+        self._waited_s = 0.0
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def bind(self) -> Endpoints:
+        """Bind the three sockets. Raises ConfigError where an address cannot be had."""
+        wanted = dict(zip((PRODUCERS, WORKERS, "stats"), self.config.ports, strict=True))
+        bound: dict[str, str] = {}
+        try:
+            for name, port in wanted.items():
+                socket = self._make(zmq.XPUB if name == "stats" else zmq.ROUTER)
+                address = format_address(self.config.bind, port)
+                try:
+                    socket.bind(address if port else address.rsplit(":", 1)[0] + ":*")
+                except zmq.ZMQError as error:
+                    socket.close(0)
+                    raise ConfigError(
+                        f"cannot listen on {address} for {name}: {error.strerror}; is another "
+                        "broker running there? --port 0 takes free ports"
+                    ) from None
+                bound[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+                if name == "stats":
+                    self._stats = socket
+                else:
+                    self._sockets[name] = socket
+        except ConfigError:
+            self.close()
+            raise
+        port_of = {name: int(address.rsplit(":", 1)[1]) for name, address in bound.items()}
+        self.dispatcher.ports = {"worker_port": port_of[WORKERS], "stats_port": port_of["stats"]}
+        return Endpoints(bound[PRODUCERS], bound[WORKERS], bound["stats"])
+
+    def _make(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, self.config.payload_bytes_max + FRAME_SLACK_BYTES)
+        else:
+            socket.setsockopt(zmq.MAXMSGSIZE, FRAME_SLACK_BYTES)
+        if ":" in self.config.bind:
+            socket.setsockopt(zmq.IPV6, 1)
+        for option, value in (
+            (zmq.SNDHWM, SEND_HWM),
+            (zmq.RCVHWM, RECEIVE_HWM),
+            (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
+            (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
+            (zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_IVL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_TTL, ZMQ_HEARTBEAT_TTL_MS),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.LINGER, 0),
+        ):
+            socket.setsockopt(option, value)
+        return socket
+
+    def drain(self) -> None:
+        """Ask for an orderly end; safe from any thread and from a signal handler."""
+        self._drain_asked.set()
+
+    def stop(self) -> None:
+        """Ask for an end now; safe from any thread and from a signal handler."""
+        self._stop_asked.set()
+
+    def close(self) -> None:
+        """Close every socket; what was not sent is dropped."""
+        for socket in (*self._sockets.values(), self._stats):
+            if socket is not None and not socket.closed:
+                socket.close(0)
+        self._context.term()
+
+    def run(self) -> None:
+        """Serve until drained or stopped. Raises InvariantError where going on would harm."""
+        poller = zmq.Poller()
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        if self._stats is not None:
+            poller.register(self._stats, zmq.POLLIN)
+        try:
+            while not self._stop_asked.is_set():
+                wait_s = self._wait_s(time.monotonic())
+                self._waited_s = wait_s
+                poller.poll(math.ceil(wait_s * 1000))
+                self.turn()
+                if self.dispatcher.drained(time.monotonic()):
+                    break
+            self.dispatcher.farewell("the broker ends")
+            self._send_outgoing(time.monotonic())
+            self._linger()
+        finally:
+            self.close()
+
+    def _linger(self) -> None:
+        """Give what was sent a moment to leave, after a drain only."""
+        if self._drain_asked.is_set() or self.dispatcher.draining_since is not None:
+            for socket in self._sockets.values():
+                socket.close(1_000)
+
+    # -- one turn -----------------------------------------------------------------------------
+
+    def _wait_s(self, now: float) -> float:
+        if self._more_offers or self.dispatcher.busy:
+            return 0.0
+        until = [TICK_S]
+        if self._stalled:
+            until.append(RETRY_S)
+        if self.dispatcher.wake_at is not None:
+            until.append(self.dispatcher.wake_at - now)
+        if self._topics:
+            until.append(self._next_snapshot_s - now)
+        return max(0.0, min(until))
+
+    def turn(self) -> None:
+        """One turn of the loop, after a poll."""
+        now = time.monotonic()
+        if self._turn_started_s is not None:
+            late_s = now - self._turn_started_s - self._waited_s
+            if late_s > LATE_S:
+                self.dispatcher.shift(late_s)
+                self.dispatcher.fabric.event("broker_late", f"by {late_s:.1f} s", now)
+        self._turn_started_s = now
+        if self._drain_asked.is_set():
+            self.dispatcher.drain(now)
+        drained = self._receive(now)
+        now = time.monotonic()
+        self.dispatcher.tick(now, time.time(), drained=drained)
+        self.dispatcher.flush(now)
+        self._send_outgoing(now)
+        self._hand_out()
+        self._serve_stats(time.monotonic())
+
+    def _receive(self, started_s: float) -> bool:
+        """Take what has arrived, for one slice at most; returns whether all of it was taken."""
+        drained = True
+        for endpoint, socket in self._sockets.items():
+            until = started_s + RECEIVE_SLICE_S
+            while True:
+                try:
+                    routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                now = time.monotonic()
+                self.dispatcher.receive(endpoint, routing_id, frames, now)
+                if now > until:
+                    drained = False
+                    break
+            started_s = time.monotonic()
+        return drained
+
+    def _send_outgoing(self, now: float) -> None:
+        for address in list(self._stalled):
+            self._send_stalled(address, now)
+        outgoing = self.dispatcher.outgoing
+        while outgoing:
+            parcel = outgoing.popleft()
+            address = (parcel.endpoint, parcel.routing_id)
+            waiting = self._stalled.get(address)
+            if waiting is not None:
+                self._wait_in_line(address, waiting, parcel.frames, now)
+            elif not self._send(address, parcel.frames, now):
+                self._stalled[address] = deque([parcel.frames])
+
+    def _send_stalled(self, address: tuple[str, bytes], now: float) -> None:
+        waiting = self._stalled[address]
+        while waiting:
+            if not self._send(address, waiting[0], now):
+                return
+            waiting.popleft()
+        del self._stalled[address]
+
+    def _wait_in_line(
+        self,
+        address: tuple[str, bytes],
+        waiting: deque[list[bytes]],
+        frames: list[bytes],
+        now: float,
+    ) -> None:
+        if frames[0][3] == Type.HEARTBEAT:
+            return
+        waiting.append(frames)
+        if len(waiting) > STALLED_MESSAGES_MAX:
+            del self._stalled[address]
+            self.dispatcher.unreachable(*address, "its channel has been full for too long", now)
+
+    def _send(self, address: tuple[str, bytes], frames: list[bytes], now: float) -> bool:
+        """Send, or find the peer gone; False only where its channel is full."""
+        endpoint, routing_id = address
+        try:
+            self._sockets[endpoint].send_multipart([routing_id, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            self.dispatcher.unreachable(endpoint, routing_id, str(error.strerror).lower(), now)
+        return True
+
+    def _hand_out(self) -> None:
+        """Send offers until there are none or the slice is over; commit each that was taken."""
+        started_s = now = time.monotonic()
+        self._more_offers = False
+        while (offer := self.dispatcher.next_offer(now)) is not None:
+            peer = offer.worker.peer
+            if peer is None:
+                continue
+            if peer.address in self._stalled:
+                self.dispatcher.refused(offer)
+                continue
+            try:
+                self._sockets[WORKERS].send_multipart([peer.routing_id, *offer.frames], zmq.NOBLOCK)
+            except zmq.Again:
+                self.dispatcher.refused(offer)
+            except zmq.ZMQError as error:
+                self.dispatcher.unreachable(*peer.address, str(error.strerror).lower(), now)
+            else:
+                self.dispatcher.commit(offer, now)
+            now = time.monotonic()
+            if now - started_s > self._slice_s:
+                self._more_offers = True
+                self.dispatcher.fabric.count("dispatch_yields")
+                break
+        gauges = self.dispatcher.gauges
+        slice_s = now - started_s
+        gauges["dispatch_slice_max_s"] = max(gauges.get("dispatch_slice_max_s", 0.0), slice_s)
+
+    # -- statistics ---------------------------------------------------------------------------
+
+    def _serve_stats(self, now: float) -> None:
+        stats, fabric = self._stats, self.dispatcher.fabric
+        if stats is None:
+            return
+        while True:
+            try:
+                change = stats.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if change[:1] == b"\x01":
+                self._topics.add(change[1:])
+            elif change[:1] == b"\x00":
+                self._topics.discard(change[1:])
+        if not self._topics:
+            fabric.fresh_events.clear()
+            return
+        while fabric.fresh_events:
+            self._publish(stats, TOPIC_EVENT, fabric.fresh_events.popleft())
+        if now < self._next_snapshot_s:
+            return
+        self._next_snapshot_s = now + 1 / self.config.hz
+        if any(TOPIC_SNAPSHOT.startswith(topic) for topic in self._topics):
+            view = {**self.dispatcher.meta(now), **snapshot.status(fabric, now)}
+            view["shapes"] = snapshot.shapes(fabric, now)
+            self._publish(stats, TOPIC_SNAPSHOT, view)
+        for topic in self._topics:
+            if topic.startswith(TOPIC_LANES):
+                self._publish_lanes(stats, topic, now)
+
+    def _publish_lanes(self, stats: zmq.Socket[bytes], topic: bytes, now: float) -> None:
+        """Lanes of one subscribed shape: the topic is `lanes:` and its 16 hex digits."""
+        wanted = topic[len(TOPIC_LANES) :].decode("ascii", "replace")
+        for group in self.dispatcher.fabric.groups.values():
+            if f"{group.signature:016x}" == wanted:
+                self._publish(stats, topic, snapshot.lanes(self.dispatcher.fabric, group, now))
+
+    @staticmethod
+    def _publish(stats: zmq.Socket[bytes], topic: bytes, value: object) -> None:
+        # XPUB drops for a subscriber that does not keep up; it never blocks.
+        stats.send_multipart([topic, msgpack.packb(value)], zmq.NOBLOCK)

@@ -1,0 +1,535 @@
+"""Delivery: which worker gets which batch, and what becomes of a batch when its worker does not.
+
+An offer is computed without touching anything. The caller sends it; only when the channel has
+taken it is it committed, and if the channel has not there is nothing to undo. Times are seconds on
+the caller's monotonic clock. This module decides; every change of an item's state is the fabric's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zfabric.errors import ConfigError, InvariantError, PeerError
+from zfabric.fabric import Fabric, Group, Model
+from zfabric.packing import Packed, batch_fill, pack_ragged, pack_strict, pack_tight
+from zfabric.peers import Peer, Worker
+from zfabric.pending import Batch, BatchId, part
+from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, encode, packed, split
+from zfabric.shapes import Contract, Shape
+from zfabric.store import ENTRY_MASK, Columns, Take
+
+# (peer, type, fields, columns, body)
+Send = Callable[..., None]
+# A worker that is gone and holds nothing is remembered for its last words, this many of them.
+ABSENT_WORKERS_MAX = 1_000
+
+
+@dataclass(slots=True)
+class Offer:
+    """A batch for one worker that has not been sent: frames to send, and what to commit then."""
+
+    worker: Worker
+    group: Group
+    takes: list[Take]
+    batch: Batch
+    columns: Columns
+    lengths: list[int]
+    packed: Packed | None
+    frames: list[bytes]
+
+
+class Delivery:
+    """The workers' side of the broker's rules."""
+
+    def __init__(self, fabric: Fabric, send: Send, boot_id: int) -> None:
+        self._fabric = fabric
+        self._send = send
+        self._boot_id = boot_id
+        self.draining = False
+        # set by the intake when it had to refuse for lack of room
+        self.intake_full = False
+        # when next_offer could answer differently without any event; None is never
+        self.wake_at: float | None = None
+
+    # -- coming -------------------------------------------------------------------------------
+
+    def hello(self, peer: Peer, fields: dict[str, Any], now: float) -> None:
+        """A worker registers, or comes back. Raises PeerError for a contract nobody can serve."""
+        contract = _contract(fields)
+        model = self._fabric.model(fields["model"])
+        self._check_input_max(model, contract, peer.name)
+        worker = self._fabric.workers.get(peer.name)
+        same_process = worker is not None and worker.instance == peer.instance
+        if worker is not None and worker.peer is not None:
+            self.lost(worker, "connected again", now)
+        if worker is None or worker.model != model.name or not same_process:
+            worker = self._register(peer, model, contract, fields, worker)
+        worker.contract, worker.window = contract, fields.get("window", 2)
+        worker.peer, worker.heard_s = peer, now
+        worker.sent = worker.received = worker.granted = 0
+        if model.input_tokens_max is None:
+            model.input_tokens_max = contract.input_tokens_max
+        held = [tuple(pair) for pair in fields.get("held", ())]
+        if fields.get("boot") != self._boot_id:
+            held = []
+        self._settle_held(worker, set(held), same_process, now)
+        self._fabric.event(
+            "worker_joined", f"{worker.name} serves {model.name}", now, worker=worker.name
+        )
+
+    def _check_input_max(self, model: Model, contract: Contract, name: str) -> None:
+        for other in self._fabric.workers.values():
+            if other.model != model.name or other.peer is None or other.name == name:
+                continue
+            if other.contract.input_tokens_max != contract.input_tokens_max:
+                raise PeerError(
+                    "input_max_differs",
+                    f"{name} registers input_tokens_max {contract.input_tokens_max}, but "
+                    f"{other.name} serves {model.name} with {other.contract.input_tokens_max}; "
+                    "all workers of a model must register the same",
+                )
+        model.input_tokens_max = contract.input_tokens_max
+
+    def _register(
+        self,
+        peer: Peer,
+        model: Model,
+        contract: Contract,
+        fields: dict[str, Any],
+        previous: Worker | None,
+    ) -> Worker:
+        worker = Worker(
+            peer.name,
+            model.name,
+            contract,
+            fields.get("window", 2),
+            fields.get("engine", "custom"),
+            fields.get("simulated", False),
+            peer.instance,
+        )
+        if previous is not None:
+            worker.held = previous.held
+            worker.disconnects = previous.disconnects
+            worker.last_disconnect = previous.last_disconnect
+            worker.last_disconnect_s = previous.last_disconnect_s
+            self._unlist(previous)
+        self._fabric.workers[peer.name] = worker
+        return worker
+
+    def _settle_held(
+        self, worker: Worker, claimed: set[BatchId], same_process: bool, now: float
+    ) -> None:
+        lease = self._fabric.config.lease_s
+        for batch_id in claimed - worker.held.keys():
+            self._uncharge(batch_id)
+            self._revoke(worker, batch_id)
+        for batch_id, batch in list(worker.held.items()):
+            if batch_id in claimed:
+                batch.lease_until = now + lease
+            elif same_process:
+                # It is alive and does not have it: the batch was lost on the way, nobody's fault.
+                self._free(worker, batch, batch.in_order(batch.outstanding), now, batch.solo)
+            else:
+                self._expire(worker, batch, "its worker was started anew", now)
+
+    def _uncharge(self, batch_id: BatchId) -> None:
+        for ref in self._fabric.pending.expired.pop(batch_id, ()):
+            attempts = self._fabric.store.attempts.get(ref, 0)
+            if attempts > 1:
+                self._fabric.store.attempts[ref] = attempts - 1
+            else:
+                self._fabric.store.attempts.pop(ref, None)
+
+    # -- telling ------------------------------------------------------------------------------
+
+    def heartbeat(self, worker: Worker, fields: dict[str, Any], now: float) -> None:
+        """Renew leases, take back what the worker says it does not hold, note its counters."""
+        worker.heard_s = now
+        received = fields.get("received", 0)
+        if received > worker.sent:
+            raise PeerError("malformed", f"received up to {received} of {worker.sent} batches")
+        worker.received = max(worker.received, received)
+        holding = {tuple(pair) for pair in fields.get("holding", ())}
+        started = {tuple(pair) for pair in fields.get("started", ())}
+        until = now + self._fabric.config.lease_s
+        epoch = worker.peer.epoch if worker.peer else 0
+        for batch_id, batch in list(worker.held.items()):
+            if batch_id in holding:
+                batch.lease_until = until
+                if batch_id in started and not batch.was_started:
+                    batch.start(())
+            elif batch_id[0] != epoch or batch_id[1] <= worker.received:
+                self._free(worker, batch, batch.in_order(batch.outstanding), now, batch.solo)
+        for batch_id in holding - worker.held.keys():
+            self._uncharge(batch_id)
+            self._revoke(worker, batch_id)
+        if "window" in fields:
+            worker.granted = min(fields["window"], worker.window)
+        if "stats" in fields:
+            self._note_stats(worker, fields["stats"], now)
+        self._list(worker)
+
+    @staticmethod
+    def _note_stats(worker: Worker, stats: dict[str, Any], now: float) -> None:
+        hits, queries = stats.get("hits_tokens"), stats.get("queries_tokens")
+        worker.stats = {k: v for k, v in stats.items() if type(k) is str and len(k) <= 64}
+        if type(hits) is int and type(queries) is int and 0 <= hits <= queries:
+            worker.cache_points.append((now, hits, queries))
+        else:
+            worker.stats.pop("hits_tokens", None)
+            worker.stats.pop("queries_tokens", None)
+
+    def started(self, worker: Worker, message: Message, now: float) -> None:
+        """The engine is about to run these items; a batch that is not its own is revoked."""
+        batch_id = (message.fields["epoch"], message.fields["n"])
+        batch = worker.held.get(batch_id)
+        if batch is None:
+            self._revoke(worker, batch_id)
+        else:
+            batch.start(message.columns["indices"])
+            batch.lease_until = now + self._fabric.config.lease_s
+
+    def done(self, worker: Worker, message: Message, now: float) -> None:
+        """Results: the first for a live item completes it, any other is a duplicate."""
+        statuses = message.columns["statuses"]
+        if not WORKER_STATUSES.issuperset(statuses):
+            raise PeerError("malformed", "a worker reports ok, too_long or failed, nothing else")
+        nonces, entries = message.columns["nonces"], message.columns["entries"]
+        refs = self._fabric.store.locate(nonces, entries)
+        payloads = split(message.body, message.columns["sizes"])
+        duplicates = 0
+        for ref, status, payload, again in zip(
+            refs, statuses, payloads, _repeats(refs), strict=True
+        ):
+            if ref is None or again:
+                duplicates += 1
+                continue
+            batch = self._fabric.pending.by_ref.get(ref)
+            self._fabric.end(ref, status, payload, now)
+            worker.items_done += 1
+            if batch is not None:
+                self._drop_if_empty(batch, worker)
+        self._fabric.flow.duplicates += duplicates
+        batch_id = (message.fields["epoch"], message.fields["n"])
+        if "stats" in message.fields:
+            self._note_stats(worker, message.fields["stats"], now)
+        self._send(
+            worker.peer,
+            Type.DONE_ACK,
+            {"epoch": batch_id[0], "n": batch_id[1], "duplicates": duplicates},
+        )
+        self._list(worker)
+
+    def _drop_if_empty(self, batch: Batch, reporter: Worker) -> None:
+        holder = self._fabric.workers.get(batch.worker)
+        if holder is None or batch.outstanding:
+            return
+        holder.held.pop(batch.id, None)
+        if holder is not reporter:
+            self._revoke(holder, batch.id)
+        self._list(holder)
+
+    def returned(self, worker: Worker, message: Message, now: float) -> None:
+        """The worker gives items back, and says whether the engine is to blame."""
+        kind, text = message.fields["kind"], message.fields.get("text", "")
+        batch = worker.held.get((message.fields["epoch"], message.fields["n"]))
+        if batch is None:
+            return
+        indices = message.columns["indices"]
+        if len(indices):
+            chosen = {batch.refs[k] for k in indices if k < len(batch.refs)} & batch.outstanding
+        else:
+            chosen = set(batch.outstanding)
+        charged: set[int] = set()
+        if kind in CHARGING_KINDS:
+            charged = chosen if kind == "out_of_memory" else chosen & batch.started
+            self._fabric.event(kind, f"{worker.name}: {text}", now, worker=worker.name)
+        reason = f"{kind} on {worker.name}: {text}" if text else f"{kind} on {worker.name}"
+        self._charge(batch.in_order(charged), reason, now)
+        self._free(worker, batch, batch.in_order(chosen - charged), now, batch.solo)
+        self._drop_if_empty(batch, worker)
+        self._fabric.count(f"returned_{kind}", len(chosen))
+
+    # -- going --------------------------------------------------------------------------------
+
+    def lost(self, worker: Worker, reason: str, now: float) -> None:
+        """The connection is gone: free what is not started, let the rest wait for its lease."""
+        if worker.peer is None:
+            return
+        worker.peer = None
+        worker.granted = 0
+        worker.disconnects += 1
+        worker.last_disconnect, worker.last_disconnect_s = reason, now
+        self._unlist(worker)
+        self._fabric.count("worker_disconnects")
+        self._fabric.event("worker_lost", f"{worker.name}: {reason}", now, worker=worker.name)
+        for parting in part(list(worker.held.values())):
+            self._free(worker, parting.batch, parting.free, now, parting.batch.solo)
+        if not worker.held:
+            self._forget_absent()
+
+    def _forget_absent(self) -> None:
+        absent = [w for w in self._fabric.workers.values() if w.peer is None and not w.held]
+        for worker in absent[: max(0, len(absent) - ABSENT_WORKERS_MAX)]:
+            del self._fabric.workers[worker.name]
+
+    def judge(self, now: float) -> None:
+        """End leases and give up workers that have been silent for one. Drain inbound first."""
+        lease = self._fabric.config.lease_s
+        for worker in list(self._fabric.workers.values()):
+            if worker.peer is not None and now - worker.heard_s > lease:
+                self.lost(worker, f"silent for {now - worker.heard_s:.1f} s", now)
+            for batch in [b for b in worker.held.values() if now > b.lease_until]:
+                if worker.peer is None:
+                    self._expire(worker, batch, "its lease ended", now)
+                else:
+                    self._revoke(worker, batch.id)
+                    self._free(worker, batch, batch.in_order(batch.outstanding), now, batch.solo)
+
+    def shift(self, late_s: float) -> None:
+        """The broker itself was late: nobody else may be judged for that time."""
+        for worker in self._fabric.workers.values():
+            worker.heard_s += late_s
+            for batch in worker.held.values():
+                batch.lease_until += late_s
+
+    def _expire(self, worker: Worker, batch: Batch, why: str, now: float) -> None:
+        started = batch.in_order(batch.outstanding & batch.started)
+        # Where the worker never said what it started, the whole batch is suspect: alone from now
+        # on, but not charged.
+        suspect = batch.in_order(batch.outstanding - batch.started)
+        self._fabric.pending.remember_expired(batch.id, started)
+        self._fabric.event(
+            "lease_expired",
+            f"batch of {worker.name}: {why}; {len(started)} items charged",
+            now,
+            worker=worker.name,
+        )
+        self._charge(started, f"{why} ({worker.name})", now)
+        self._free(worker, batch, suspect, now, solo=batch.solo or not batch.was_started)
+        self._drop_if_empty(batch, worker)
+
+    def _charge(self, refs: Sequence[int], reason: str, now: float) -> None:
+        attempts = self._fabric.store.attempts
+        for ref in refs:
+            attempts[ref] = attempts.get(ref, 0) + 1
+            if attempts[ref] >= self._fabric.config.attempts_max:
+                self._fabric.bury(ref, reason, now)
+            else:
+                self._fabric.give_back([ref], now, solo=True)
+
+    def _free(
+        self, worker: Worker, batch: Batch, refs: Sequence[int], now: float, solo: bool
+    ) -> None:
+        if refs:
+            self._fabric.give_back(refs, now, solo=solo)
+        if not batch.outstanding:
+            worker.held.pop(batch.id, None)
+        self._list(worker)
+
+    def _revoke(self, worker: Worker, batch_id: BatchId) -> None:
+        if worker.peer is not None:
+            self._send(worker.peer, Type.REVOKE, {"epoch": batch_id[0], "n": batch_id[1]}, [b""])
+
+    # -- offering -----------------------------------------------------------------------------
+
+    def _list(self, worker: Worker) -> None:
+        model = self._fabric.models[worker.model]
+        if worker.credit > 0 and worker.name not in model.hungry:
+            model.hungry[worker.name] = None
+
+    def pass_over(self, worker: Worker) -> None:
+        """Offer this worker nothing until it is heard of again."""
+        self._unlist(worker)
+
+    def _unlist(self, worker: Worker) -> None:
+        self._fabric.models[worker.model].hungry.pop(worker.name, None)
+
+    def next_offer(self, now: float) -> Offer | None:
+        """The next batch to send, or None. Moves no item; may settle which shape is current."""
+        self.wake_at = None
+        if self.draining:
+            return None
+        for model in self._fabric.models.values():
+            if model.paused or not model.draining.ready_items:
+                continue
+            worker = self._next_worker(model)
+            if worker is None:
+                continue
+            choice = model.draining.choose(
+                now, pending_items=model.pending_items, intake_full=self.intake_full
+            )
+            if choice.key is not None:
+                return self._offer(worker, self._fabric.groups[choice.key], now)
+            if choice.wake_at is not None:
+                self.wake_at = min(self.wake_at or choice.wake_at, choice.wake_at)
+        return None
+
+    def _next_worker(self, model: Model) -> Worker | None:
+        while model.hungry:
+            name = next(iter(model.hungry))
+            worker = self._fabric.workers.get(name)
+            if worker is not None and worker.credit > 0:
+                return worker
+            del model.hungry[name]
+        return None
+
+    def _offer(self, worker: Worker, group: Group, now: float) -> Offer:
+        takes, padded = self._pack(worker.contract, group, now)
+        refs = [ref for take in takes for ref in take.refs]
+        lengths = [length for take in takes for length in take.lengths]
+        if not refs:
+            raise InvariantError(f"shape {group.id} counts as ready but has nothing to read")
+        self._fabric.guard(group, refs)
+        columns = self._fabric.store.columns(refs)
+        epoch = worker.peer.epoch if worker.peer else 0
+        batch = Batch(
+            id=(epoch, worker.sent + 1),
+            worker=worker.name,
+            refs=refs,
+            lengths=dict(zip(refs, lengths, strict=True)),
+            outstanding=set(refs),
+            lease_until=now + self._fabric.config.lease_s,
+            sent_s=now,
+            solo=takes[0].solo,
+        )
+        frames = _batch_frames(batch, group, columns, lengths, padded)
+        return Offer(worker, group, takes, batch, columns, lengths, padded, frames)
+
+    def _pack(
+        self, contract: Contract, group: Group, now: float
+    ) -> tuple[list[Take], Packed | None]:
+        store = self._fabric.store
+        lane = group.order.choose(now)
+        if lane is None:
+            raise InvariantError(f"shape {group.id} counts as ready but no lane of it is")
+        queue = group.queues[lane]
+        take = store.peek(queue, contract.batch_items_max)
+        if contract.ragged:
+            return (([take] if take.solo else self._pack_ragged(contract, group)), None)
+        if self._fabric.config.packing == "strict" and not take.solo:
+            longest = store.longest(queue)
+            packed_batch = pack_strict(take.lengths, queue.ready_items, longest, contract)
+        else:
+            packed_batch = pack_tight(take.lengths, contract)
+        return [take.keep(packed_batch.count)], packed_batch
+
+    def _pack_ragged(self, contract: Contract, group: Group) -> list[Take]:
+        seen: dict[int, Take] = {}
+
+        def lanes() -> Iterator[tuple[int, Sequence[int]]]:
+            for lane in group.lanes.descending() if group.lanes is not None else [0]:
+                queue = group.queues.get(lane)
+                if queue is None or not queue.ready_items:
+                    continue
+                take = self._fabric.store.peek(queue, contract.batch_items_max)
+                if take.solo and seen:
+                    continue
+                seen[lane] = take
+                yield lane, take.lengths
+                if take.solo:
+                    return
+
+        return [seen[lane].keep(count) for lane, count in pack_ragged(lanes(), contract)]
+
+    def commit(self, offer: Offer, now: float) -> None:
+        """The channel has taken the offer."""
+        worker, group, batch = offer.worker, offer.group, offer.batch
+        self._fabric.dispatch(group, offer.takes, batch, now)
+        padded_to = offer.packed.pad_to if offer.packed else None
+        real = sum(offer.lengths)
+        tokens = padded_to * len(batch.refs) if padded_to is not None else real
+        fill = batch_fill(len(batch.refs), tokens, worker.contract)
+        pad = (offer.packed.base, offer.packed.pad_to) if offer.packed else None
+        batch.padded_tokens = self._fabric.count_padding(
+            group, offer.lengths, offer.columns, pad, fill
+        )
+        worker.sent += 1
+        worker.batches += 1
+        worker.held[batch.id] = batch
+        worker.real_tokens += real
+        worker.padded_tokens += tokens
+        worker.fill_sum += fill
+        _predict(worker, group, offer)
+        hungry = self._fabric.models[worker.model].hungry
+        hungry.pop(worker.name, None)
+        self._list(worker)
+
+
+def _contract(fields: dict[str, Any]) -> Contract:
+    if "model" not in fields:
+        raise PeerError("malformed", "a worker's HELLO names its model")
+    try:
+        return Contract(
+            fields.get("batch_items_max"),  # type: ignore[arg-type]  # checked by Contract
+            fields.get("batch_tokens_max"),  # type: ignore[arg-type]
+            fields.get("input_tokens_max"),  # type: ignore[arg-type]
+            fields.get("ragged", False),
+        )
+    except ConfigError as error:
+        raise PeerError("bad_contract", str(error)) from None
+
+
+def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:
+    """For each ref, whether it stood earlier in the same message."""
+    seen: set[int | None] = set()
+    for ref in refs:
+        yield ref in seen
+        seen.add(ref)
+
+
+def _describe(shape: Shape) -> dict[str, Any]:
+    packed_components = struct.pack(f"<{len(shape.components)}Q", *shape.components)
+    return {"components": packed_components, "tokens": list(shape.tokens)}
+
+
+def _batch_frames(
+    batch: Batch, group: Group, columns: Columns, lengths: Sequence[int], padded: Packed | None
+) -> list[bytes]:
+    index: list[int] = []
+    shapes = [group.shape]
+    if columns.shapes:
+        numbers = list(dict.fromkeys(columns.shapes))
+        place = {number: k for k, number in enumerate(numbers)}
+        index = [place[number] for number in columns.shapes]
+        shapes = [group.shapes[number] for number in numbers]
+    fields = {
+        "epoch": batch.id[0],
+        "n": batch.id[1],
+        "model": group.model.name,
+        "shapes": [_describe(shape) for shape in shapes],
+    }
+    if padded is not None:
+        fields["pad_to"] = padded.pad_to
+    return encode(
+        Type.BATCH,
+        fields,
+        [
+            packed("Q", columns.nonces),
+            packed("I", [ref & ENTRY_MASK for ref in batch.refs]),
+            packed("I", lengths),
+            packed("I", map(len, columns.payloads)),
+            packed("I", index),
+        ],
+        b"".join(columns.payloads),
+    )
+
+
+def _predict(worker: Worker, group: Group, offer: Offer) -> None:
+    """What a cache that holds just the last shape would hit; unknown where token counts are."""
+    if offer.columns.shapes:
+        shapes = [group.shapes[number] for number in offer.columns.shapes]
+        runs = [(s, s.signature, [n]) for s, n in zip(shapes, offer.lengths, strict=True)]
+    else:
+        runs = [(group.shape, group.signature, offer.lengths)]
+    for shape, signature, lengths in runs:
+        prefix = shape.prefix_tokens
+        if prefix is None:
+            worker.predicted_known = False
+            return
+        hits = lengths if signature == worker.last_signature else lengths[1:]
+        worker.predicted_hits_tokens += sum(min(prefix, length) for length in hits)
+        worker.last_signature = signature

@@ -1,0 +1,403 @@
+"""The dispatcher: sole owner of the fabric's state. Messages and the time go in, frames come out.
+
+It has no socket and no clock: the broker hands it every message with the time of its arrival,
+takes offers from it, and sends what it leaves in `outgoing`. Whatever a peer sends, `receive`
+raises nothing but InvariantError, which must end the process. Times are seconds on the caller's
+monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import zfabric
+from zfabric import operate
+from zfabric.config import BrokerConfig
+from zfabric.delivery import Delivery, Offer
+from zfabric.errors import PeerError
+from zfabric.fabric import Fabric, Group, error_payload
+from zfabric.intake import Intake
+from zfabric.peers import Peer, Producer
+from zfabric.protocol import (
+    GONE,
+    TO_BROKER,
+    VERSION,
+    Frame,
+    Message,
+    Type,
+    decode,
+    encode,
+    next_state,
+)
+from zfabric.store import MemoryStore
+
+PRODUCERS, WORKERS = "producers", "workers"
+ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
+# Connections at once; each costs a few kilobytes here and a descriptor in the socket.
+PEERS_MAX = 20_000
+# Shapes looked after in one turn of upkeep: a full one of 2,048 lanes costs a fraction of a ms.
+UPKEEP_SHAPES = 16
+# A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
+SILENT_LEASES = 1.5
+
+
+class Parcel(NamedTuple):
+    """Frames for one peer."""
+
+    endpoint: str
+    routing_id: bytes
+    frames: list[bytes]
+
+
+class Dispatcher:
+    """All decisions of one broker. Drive it from one thread."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        store: MemoryStore,
+        boot_id: int,
+        ports: Mapping[str, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.boot_id = boot_id
+        self.ports = dict(ports or {})
+        self.fabric = Fabric(config, store)
+        self.outgoing: deque[Parcel] = deque()
+        self.peers: dict[tuple[str, bytes], Peer] = {}
+        self._epoch = 0
+        self._intake = Intake(self.fabric, self._send)
+        self._delivery = Delivery(self.fabric, self._send, boot_id)
+        self._operations = operate.Operations(
+            self.fabric, self._meta, self.drain, self._cancel, self._forget
+        )
+        self._next_heartbeat_s = 0.0
+        self._upkeep: Iterator[int] = iter(())
+        self._chores: deque[Iterator[None]] = deque()
+        self._started_s: float | None = None
+        # the time of the latest tick, for chores that run across ticks
+        self._now = 0.0
+        self.draining_since: float | None = None
+        # what the broker measured of its own loop, for status
+        self.gauges: dict[str, float] = {}
+        self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
+            Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
+            Type.SUBMIT: self._on_submit,
+            Type.RESULT_ACK: self._on_result_ack,
+            Type.REQUEST: self._on_request,
+            Type.HEARTBEAT: self._on_heartbeat,
+            Type.BYE: lambda peer, m, now: self._gone(peer, m.fields.get("reason", "left"), now),
+            Type.STARTED: lambda peer, m, now: self._delivery.started(self._worker(peer), m, now),
+            Type.DONE: lambda peer, m, now: self._delivery.done(self._worker(peer), m, now),
+            Type.RETURNED: lambda peer, m, now: self._delivery.returned(self._worker(peer), m, now),
+        }
+
+    # -- messages in --------------------------------------------------------------------------
+
+    def receive(
+        self, endpoint: str, routing_id: bytes, frames: Sequence[Frame], now: float
+    ) -> None:
+        """One message from one connection. A message that is refused changes nothing."""
+        peer = self.peers.get((endpoint, routing_id))
+        try:
+            message = decode(frames, TO_BROKER)
+            if message.kind is Type.HELLO:
+                self._hello(endpoint, routing_id, peer, message.fields, now)
+            elif peer is None:
+                self.fabric.count("unknown_peer_messages")
+                if message.kind is not Type.BYE:
+                    self._post(endpoint, routing_id, encode(Type.WHO_ARE_YOU))
+            else:
+                following = next_state(peer.role, peer.state, message.kind)
+                peer.heard_s = now
+                self._handlers[message.kind](peer, message, now)
+                peer.state = following
+        except PeerError as error:
+            self._refuse(endpoint, routing_id, peer, frames, error, now)
+
+    def _refuse(
+        self,
+        endpoint: str,
+        routing_id: bytes,
+        peer: Peer | None,
+        frames: Sequence[Frame],
+        error: PeerError,
+        now: float,
+    ) -> None:
+        """Count it, and say so where somebody is there to read it."""
+        self.fabric.count(f"peer_errors_{error.code}")
+        if peer is not None or error.code in ("version_mismatch",) or _is_hello(frames):
+            fields = {"code": error.code, "text": error.text[:4096], "version": VERSION}
+            self._post(endpoint, routing_id, encode(Type.ERROR, fields))
+            who = peer.name if peer is not None else "a new peer"
+            self.fabric.event("peer_error", f"{who}: {error.code}: {error.text[:200]}", now)
+
+    def _hello(
+        self,
+        endpoint: str,
+        routing_id: bytes,
+        peer: Peer | None,
+        fields: dict[str, Any],
+        now: float,
+    ) -> None:
+        role, name, instance = fields["role"], fields["name"], fields["instance"]
+        if not name.isprintable():
+            raise PeerError("malformed", "a name holds control characters")
+        if ENDPOINT_OF_ROLE[role] != endpoint:
+            raise PeerError("wrong_endpoint", f"a {role} connects to the {ENDPOINT_OF_ROLE[role]}")
+        if peer is not None and (peer.role, peer.name) != (role, name):
+            raise PeerError("out_of_state", f"this connection belongs to {peer.role} {peer.name}")
+        if peer is None and len(self.peers) >= PEERS_MAX:
+            raise PeerError("too_many_peers", f"the broker serves {PEERS_MAX} connections at most")
+        self._claim(role, name, instance, routing_id)
+        fresh = Peer(endpoint, routing_id, role, name, instance, self._epoch + 1, now)
+        answer: dict[str, Any] = {}
+        if role == "worker":
+            self._delivery.hello(fresh, fields, now)
+        elif role == "producer":
+            producer = self._intake.hello(fresh, now)
+            answer = {"upto": producer.upto, "acked": producer.outbox.acked}
+        self._epoch += 1
+        self.peers[endpoint, routing_id] = fresh
+        self._send(fresh, Type.WELCOME, {**self._welcome(fresh), **answer})
+
+    def _welcome(self, peer: Peer) -> dict[str, Any]:
+        return {
+            "boot": self.boot_id,
+            "epoch": peer.epoch,
+            "store": self.fabric.store.store_id,
+            "durability": self.fabric.store.durability,
+            "payload_bytes_max": self.config.payload_bytes_max,
+            "heartbeat_s": self.config.heartbeat_s,
+            "lease_s": self.config.lease_s,
+            "release": zfabric.__version__,
+            **self.ports,
+        }
+
+    def _claim(self, role: str, name: str, instance: int, routing_id: bytes) -> None:
+        """Make way for a new holder of a name. Raises PeerError where the old one is alive."""
+        holder = self._holder(role, name)
+        if holder is None or holder.routing_id == routing_id:
+            return
+        if holder.instance != instance:
+            # If it is dead this message cannot be delivered, and the next attempt gets the name.
+            self._send(holder, Type.HEARTBEAT, {"boot": self.boot_id})
+            raise PeerError("name_in_use", f"another live {role} is called {name!r}")
+        self.peers.pop(holder.address, None)
+
+    def _holder(self, role: str, name: str) -> Peer | None:
+        if role == "worker":
+            worker = self.fabric.workers.get(name)
+            return worker.peer if worker is not None else None
+        if role == "producer":
+            index = self.fabric.producer_index.get(name)
+            producer = self.fabric.producers[index] if index is not None else None
+            return producer.peer if producer is not None else None
+        return None
+
+    # -- handlers -----------------------------------------------------------------------------
+
+    def _worker(self, peer: Peer) -> Any:
+        return self.fabric.workers[peer.name]
+
+    def _producer(self, peer: Peer) -> Producer:
+        producer = self.fabric.producers[self.fabric.producer_index[peer.name]]
+        if producer is None:
+            raise PeerError("forgotten", f"{peer.name} was forgotten; connect again")
+        return producer
+
+    def _on_submit(self, peer: Peer, message: Message, now: float) -> None:
+        self._intake.submit(self._producer(peer), message, now)
+        self._delivery.intake_full = self._intake.full
+
+    def _on_result_ack(self, peer: Peer, message: Message, now: float) -> None:
+        self._intake.result_ack(self._producer(peer), message.fields["upto"])
+
+    def _on_heartbeat(self, peer: Peer, message: Message, now: float) -> None:
+        if peer.role == "worker":
+            self._delivery.heartbeat(self._worker(peer), message.fields, now)
+
+    def _on_request(self, peer: Peer, message: Message, now: float) -> None:
+        number, op = message.fields["id"], message.fields["op"]
+        args = message.fields.get("args", {})
+        try:
+            if op == "expect" and peer.role == "producer":
+                value: Any = self._expect(self._producer(peer), args)
+            else:
+                value = self._operations.request(op, args, now)
+            answer = {"id": number, "ok": True, "value": value}
+        except PeerError as error:
+            answer = {"id": number, "ok": False, "text": f"{error.code}: {error.text}"}
+        self._send(peer, Type.REPLY, answer)
+
+    @staticmethod
+    def _expect(producer: Producer, args: dict[str, Any]) -> None:
+        items = args.get("items")
+        if type(items) is not int or not 0 <= items < 2**53:
+            raise PeerError("malformed", "items must be a whole number")
+        producer.expected_items = items
+
+    # -- going --------------------------------------------------------------------------------
+
+    def unreachable(self, endpoint: str, routing_id: bytes, reason: str, now: float) -> None:
+        """A send to this connection failed: whatever the error, it is a disconnect."""
+        peer = self.peers.get((endpoint, routing_id))
+        if peer is not None:
+            self._gone(peer, reason, now)
+
+    def _gone(self, peer: Peer, reason: str, now: float) -> None:
+        self.peers.pop(peer.address, None)
+        peer.state = GONE
+        holder = self._holder(peer.role, peer.name)
+        if holder is not peer:
+            return
+        if peer.role == "worker":
+            self._delivery.lost(self._worker(peer), reason, now)
+        elif peer.role == "producer":
+            self._intake.lost(self._producer(peer), reason, now)
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def tick(self, now: float, wall_s: float, *, drained: bool) -> None:
+        """Heartbeats, upkeep and, when inbound has been `drained`, judgement."""
+        self.fabric.wall_offset_s = wall_s - now
+        if self._started_s is None:
+            self._started_s = now
+        if now >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now + self.config.heartbeat_s
+            for peer in list(self.peers.values()):
+                self._send(peer, Type.HEARTBEAT, {"boot": self.boot_id})
+        self._now = now
+        self._maintain(now)
+        if drained:
+            self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        self._delivery.judge(now)
+        silent_s = self.config.lease_s * SILENT_LEASES
+        for peer in [p for p in self.peers.values() if now - p.heard_s > silent_s]:
+            self._gone(peer, f"silent for {now - peer.heard_s:.1f} s", now)
+
+    def shift(self, late_s: float) -> None:
+        """The broker was late by so much: no deadline of anybody else may count that time."""
+        self._delivery.shift(late_s)
+        for peer in self.peers.values():
+            peer.heard_s += late_s
+
+    def _maintain(self, now: float) -> None:
+        for _ in range(UPKEEP_SHAPES):
+            number = next(self._upkeep, None)
+            if number is None:
+                self._upkeep = iter(list(self.fabric.groups))
+                break
+            group: Group | None = self.fabric.groups.get(number)
+            if group is not None:
+                self.fabric.maintain(group, now)
+        for _ in range(len(self._chores)):
+            chore = self._chores.popleft()
+            if next(chore, self) is not self:
+                self._chores.append(chore)
+
+    @property
+    def busy(self) -> bool:
+        """Whether chores wait that the next tick should go on with at once."""
+        return bool(self._chores)
+
+    def flush(self, now: float) -> None:
+        """End of a turn: publish what was stored, then acknowledge it; send results."""
+        self.fabric.publish(now)
+        self._intake.acknowledge()
+        if self.fabric.unsent:
+            self._intake.send_results()
+
+    # -- offers -------------------------------------------------------------------------------
+
+    def next_offer(self, now: float) -> Offer | None:
+        """See Delivery.next_offer."""
+        return self._delivery.next_offer(now)
+
+    def commit(self, offer: Offer, now: float) -> None:
+        """The channel took `offer`."""
+        self._delivery.commit(offer, now)
+
+    def refused(self, offer: Offer) -> None:
+        """The worker's channel is full. There is nothing to undo; its next heartbeat asks again."""
+        self._delivery.pass_over(offer.worker)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When `next_offer` could answer differently without any message; None is never."""
+        return self._delivery.wake_at
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def drain(self, now: float) -> None:
+        """Grant nothing more and take nothing more; what workers hold may finish."""
+        if self.draining_since is None:
+            self.draining_since = now
+            self._delivery.draining = self._intake.draining = True
+            self.fabric.event("draining", f"{self.fabric.pending.items} items are pending", now)
+
+    def drained(self, now: float) -> bool:
+        """Whether a drain is over: nothing pending and every result sent, or out of time."""
+        if self.draining_since is None:
+            return False
+        if now - self.draining_since >= self.config.drain_s:
+            return True
+        return not self.fabric.pending.items and not self.fabric.unsent
+
+    def farewell(self, reason: str) -> None:
+        """Tell every peer that this broker ends."""
+        for peer in self.peers.values():
+            self._send(peer, Type.BYE, {"reason": reason})
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _cancel(self, producer: Producer) -> None:
+        self._chores.append(self._cancelling(producer))
+
+    def _cancelling(self, producer: Producer) -> Iterator[None]:
+        """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
+        payload = error_payload("cancelled", "cancelled by an operator")
+        for refs in self.fabric.waiting_of(producer):
+            operate.cancel_some(self.fabric, refs, self._now, payload)
+            yield
+
+    def _forget(self, producer: Producer, now: float) -> None:
+        self._cancel(producer)
+        self.fabric.forget(producer)
+        self.fabric.event("producer_forgotten", producer.name, now, producer=producer.name)
+
+    def _meta(self, now: float) -> dict[str, Any]:
+        return {
+            "boot_id": f"{self.boot_id:016x}",
+            "store_id": f"{self.fabric.store.store_id:016x}",
+            "uptime_s": now - self._started_s if self._started_s is not None else 0.0,
+            "time": now + self.fabric.wall_offset_s,
+            "state": "draining" if self.draining_since is not None else "running",
+            "peers": len(self.peers),
+            **self.gauges,
+        }
+
+    def meta(self, now: float) -> dict[str, Any]:
+        """What a snapshot says of the broker itself."""
+        return self._meta(now)
+
+    def _send(
+        self,
+        peer: Peer,
+        kind: Type,
+        fields: Mapping[str, Any] | None = None,
+        columns: Sequence[bytes] = (),
+        body: bytes | None = None,
+    ) -> None:
+        self._post(peer.endpoint, peer.routing_id, encode(kind, fields, columns, body))
+
+    def _post(self, endpoint: str, routing_id: bytes, frames: list[bytes]) -> None:
+        self.outgoing.append(Parcel(endpoint, routing_id, frames))
+
+
+def _is_hello(frames: Sequence[Frame]) -> bool:
+    return bool(frames) and len(frames[0]) > 3 and frames[0][3] == Type.HELLO

@@ -1,0 +1,383 @@
+"""Draining: decides which shape of a model is served now, and which lane of a shape goes next.
+
+Readiness counts items, order counts tokens, times are monotonic seconds that the caller gives and
+never go back. Both policies know only keys and sums. This module must never leave a shape that
+has ready items (unless `max_wait` forces it), read a clock, or keep anything of a key that has
+nothing ready, except which one is current.
+
+The current shape of a model:
+
+    None --hold over--> current --ran empty, linger over--> the one with the most ready tokens
+     ^                     |`--another passed over for max_wait--> that one
+     `--nothing ready or pending, linger over--'
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
+
+from zfabric.errors import ConfigError, InvariantError
+
+K = TypeVar("K", bound=Hashable)
+
+# Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
+HEAP_SLACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DrainLimits:
+    """How long to wait before choosing, and how long anything may be passed over."""
+
+    # Items ready that end the hold at a start: enough for the largest shape to show itself.
+    hold_items: int = 20_000
+    # Seconds since the first waiting item that end the hold, however little came.
+    hold_s: float = 5.0
+    # Seconds after the current shape ran empty: a switch costs a cold cache, a short gap does not.
+    linger_s: float = 0.2
+    # Seconds that a shape or lane may be passed over; 0 is for ever.
+    max_wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field in ("hold_items", "hold_s", "linger_s", "max_wait_s"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{field} must be a finite number of at least 0, not {value!r}")
+
+
+class Choice(NamedTuple, Generic[K]):
+    """The shape to serve, or None to wait; and when asking again could answer differently."""
+
+    key: K | None
+    # Monotonic seconds; None if only an event can change the answer.
+    wake_at: float | None
+
+
+class Fullest(Generic[K]):
+    """Keys by tokens, most first; of equals, the one that was added first.
+
+    A change pushes a new heap entry and leaves the old one stale: stale entries are dropped when
+    they surface, and by a rebuild once they outnumber the live ones.
+    """
+
+    __slots__ = ("_added", "_heap", "_live")
+
+    def __init__(self) -> None:
+        self._live: dict[K, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, K]] = []
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def tokens(self, key: K) -> int:
+        """Tokens of the key; 0 if it is not here."""
+        return self._live[key][0] if key in self._live else 0
+
+    def set(self, key: K, tokens: int) -> None:
+        """Add the key, or give it another number of tokens (0 is a number)."""
+        if key in self._live:
+            order = self._live[key][1]
+        else:
+            order = self._added
+            self._added += 1
+        self._live[key] = (tokens, order)
+        heappush(self._heap, (-tokens, order, key))
+        self._bound()
+
+    def discard(self, key: K) -> None:
+        """Forget the key, if it is here."""
+        if self._live.pop(key, None) is not None:
+            self._bound()
+
+    def first(self) -> K | None:
+        """The key with the most tokens, or None if there is no key."""
+        heap = self._heap
+        while heap:
+            tokens, order, key = heap[0]
+            if self._live.get(key) == (-tokens, order):
+                return key
+            heappop(heap)
+        return None
+
+    def _bound(self) -> None:
+        if len(self._heap) > 2 * len(self._live) + HEAP_SLACK:
+            self._heap = [(-tokens, order, key) for key, (tokens, order) in self._live.items()]
+            heapify(self._heap)
+
+
+class _Ready(Generic[K]):
+    """What is ready of each key, since when it is passed over, and when max_wait may force it."""
+
+    __slots__ = (
+        "forced_at",
+        "fullest",
+        "items",
+        "items_total",
+        "max_wait_s",
+        "since",
+        "tokens_total",
+    )
+
+    def __init__(self, max_wait_s: float) -> None:
+        self.max_wait_s = max_wait_s
+        self.items: dict[K, int] = {}
+        self.fullest: Fullest[K] = Fullest()
+        # When each key became ready or was last served: the first one is passed over longest.
+        # Not a dict, which takes longer to find its first key the more were removed before it.
+        self.since: OrderedDict[K, float] = OrderedDict()
+        self.forced_at: float | None = None
+        self.items_total = 0
+        self.tokens_total = 0
+
+    def added(self, key: K, items: int, tokens: int, now: float) -> None:
+        if items < 1 or tokens < 0:
+            raise InvariantError(f"{items} items of {tokens} tokens cannot become ready")
+        if key not in self.items:
+            self.items[key] = 0
+            self.since[key] = now
+        self.items[key] += items
+        self.fullest.set(key, self.fullest.tokens(key) + tokens)
+        self.items_total += items
+        self.tokens_total += tokens
+
+    def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
+        """True if nothing of the key is left."""
+        items_left = self.items.get(key, 0) - items
+        tokens_left = self.fullest.tokens(key) - tokens
+        if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
+            raise InvariantError(f"{items} items of {tokens} tokens were not ready")
+        if not items_left and tokens_left:
+            raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
+        self.items_total -= items
+        self.tokens_total -= tokens
+        if not items_left:
+            del self.items[key], self.since[key]
+            self.fullest.discard(key)
+            return True
+        self.items[key] = items_left
+        self.fullest.set(key, tokens_left)
+        if served:
+            self.since[key] = now
+            self.since.move_to_end(key)
+        return False
+
+    def overdue(self, besides: K | None = None) -> tuple[K, float] | None:
+        """(key, when) of the next key that may be forced, `besides` excepted; two steps at most.
+
+        One is forced per max_wait: under overload everything is overdue, and obeying all of it
+        would hop from key to key with tiny batches.
+        """
+        if not self.max_wait_s:
+            return None
+        for key, since in self.since.items():
+            if key != besides:
+                latest = since if self.forced_at is None else max(since, self.forced_at)
+                return key, latest + self.max_wait_s
+        return None
+
+    def passed_over_s(self, key: K, now: float) -> float:
+        return now - self.since.get(key, now)
+
+
+class Draining(Generic[K]):
+    """Sticky draining over the shapes of one model; every consumer of the model follows it."""
+
+    __slots__ = (
+        "_first_at",
+        "_leave_at",
+        "_limits",
+        "_more",
+        "_ready",
+        "current",
+        "forced_switches_total",
+        "switches_total",
+    )
+
+    def __init__(self, limits: DrainLimits | None = None) -> None:
+        self._limits = limits or DrainLimits()
+        self._ready: _Ready[K] = _Ready(self._limits.max_wait_s)
+        self._more: set[Hashable] = set()
+        self.current: K | None = None
+        # Changes from one shape to another (a start is none), and those that max_wait forced.
+        self.switches_total = 0
+        self.forced_switches_total = 0
+        # When the first of the items that are ready now came; a hold counts from here.
+        self._first_at = 0.0
+        # When an empty current shape may be left: fixed when it FIRST ran empty on this visit.
+        # What trickles in for it meanwhile is served at once and does not restart the linger;
+        # otherwise a trickle into the current shape, an item per 200 ms, would starve all others.
+        self._leave_at: float | None = None
+
+    @property
+    def ready_items(self) -> int:
+        """Items ready, all shapes together."""
+        return self._ready.items_total
+
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens ready, all shapes together."""
+        return self._ready.tokens_total
+
+    def ready(self, key: K) -> tuple[int, int]:
+        """(items, tokens) ready of one shape."""
+        return self._ready.items.get(key, 0), self._ready.fullest.tokens(key)
+
+    def passed_over_s(self, key: K, now: float) -> float:
+        """Seconds since the shape became ready or was last served; 0 if nothing of it is ready."""
+        return self._ready.passed_over_s(key, now)
+
+    def added(self, key: K, items: int, tokens: int, now: float) -> None:
+        """Items of the shape became dispatchable: newly flushed, or given back.
+
+        Raises InvariantError, changing nothing, without at least one item.
+        """
+        was_idle = not self._ready.items
+        self._ready.added(key, items, tokens, now)
+        if was_idle:
+            self._first_at = now
+
+    def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> None:
+        """Ready items were dispatched (`served`), or completed or cancelled where they lay.
+
+        Raises InvariantError, changing nothing, if so much was not ready.
+        """
+        emptied = self._ready.removed(key, items, tokens, now, served)
+        if emptied and key == self.current and self._leave_at is None:
+            self._leave_at = now + self._limits.linger_s
+
+    def set_more(self, producer: Hashable, more: bool) -> None:
+        """The producer's last submit said whether it knows of more to come."""
+        if more:
+            self._more.add(producer)
+        else:
+            self._more.discard(producer)
+
+    def drop_producer(self, producer: Hashable) -> None:
+        """The producer is gone; nothing more is expected of it."""
+        self._more.discard(producer)
+
+    def choose(self, now: float, *, pending_items: int, intake_full: bool) -> Choice[K]:
+        """Settle the current shape; ask when a consumer has room, and at `wake_at`.
+
+        A returned key is current and has ready items. No key means that nothing is ready, or that
+        waiting is better than what could be served now.
+        """
+        if not self._ready.items:
+            return self._choose_idle(now, pending_items)
+        if self.current is None:
+            return self._choose_start(now, intake_full)
+        overdue = self._ready.overdue(besides=self.current)
+        if overdue is not None and now >= overdue[1]:
+            self._switch(overdue[0])
+            self._ready.forced_at = now
+            self.forced_switches_total += 1
+        elif self.current not in self._ready.items:
+            if self._leave_at is not None and now < self._leave_at:
+                return Choice(None, min(self._leave_at, overdue[1] if overdue else self._leave_at))
+            self._switch(self._ready.fullest.first())
+        return self._stay()
+
+    def _stay(self) -> Choice[K]:
+        overdue = self._ready.overdue(besides=self.current)
+        return Choice(self.current, overdue[1] if overdue else None)
+
+    def _choose_idle(self, now: float, pending_items: int) -> Choice[K]:
+        # While items are pending the job is not over: they may come back, and belong here.
+        if self.current is None or pending_items:
+            return Choice(None, None)
+        if self._leave_at is not None and now < self._leave_at:
+            return Choice(None, self._leave_at)
+        # The next job is a start again, with its own hold.
+        self.current = None
+        self._leave_at = None
+        return Choice(None, None)
+
+    def _choose_start(self, now: float, intake_full: bool) -> Choice[K]:
+        held_until = self._first_at + self._limits.hold_s
+        enough = intake_full or self.ready_items >= self._limits.hold_items
+        if self._more and not enough and now < held_until:
+            return Choice(None, held_until)
+        self.current = self._ready.fullest.first()
+        return self._stay()
+
+    def _switch(self, key: K | None) -> None:
+        self.current = key
+        self._leave_at = None
+        self.switches_total += 1
+
+
+class LaneDraining:
+    """The order of the lanes within one shape, by id. There is no stickiness between lanes."""
+
+    __slots__ = ("_quiescing", "_ready", "forced_total")
+
+    def __init__(self, limits: DrainLimits | None = None) -> None:
+        self._ready: _Ready[int] = _Ready((limits or DrainLimits()).max_wait_s)
+        # Insertion order is the order in which they quiesced. Ready lanes only.
+        self._quiescing: dict[int, None] = {}
+        self.forced_total = 0
+
+    @property
+    def ready_items(self) -> int:
+        """Items ready, all lanes together."""
+        return self._ready.items_total
+
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens ready, all lanes together."""
+        return self._ready.tokens_total
+
+    def ready(self, lane: int) -> tuple[int, int]:
+        """(items, tokens) ready of one lane."""
+        return self._ready.items.get(lane, 0), self._ready.fullest.tokens(lane)
+
+    def passed_over_s(self, lane: int, now: float) -> float:
+        """Seconds since the lane became ready or was last served; 0 if nothing of it is ready."""
+        return self._ready.passed_over_s(lane, now)
+
+    def added(self, lane: int, items: int, tokens: int, now: float) -> None:
+        """Items of the lane became dispatchable.
+
+        Raises InvariantError, changing nothing, without at least one item.
+        """
+        self._ready.added(lane, items, tokens, now)
+
+    def removed(self, lane: int, items: int, tokens: int, now: float, served: bool) -> None:
+        """Ready items were dispatched (`served`), or completed or cancelled where they lay.
+
+        Raises InvariantError, changing nothing, if so much was not ready.
+        """
+        overdue = self._ready.overdue()
+        is_quiescing = lane in self._quiescing
+        if self._ready.removed(lane, items, tokens, now, served):
+            self._quiescing.pop(lane, None)
+        if not served or is_quiescing or overdue is None or overdue[0] != lane:
+            return
+        if now >= overdue[1]:
+            self._ready.forced_at = now
+            self.forced_total += 1
+
+    def quiesce(self, lane: int) -> None:
+        """Serve the lane's ready items first; ends with them, so that a reused id starts afresh.
+
+        Whoever gives items back to a lane that is still quiescing calls this again after `added`.
+        """
+        if lane in self._ready.items:
+            self._quiescing[lane] = None
+
+    def choose(self, now: float) -> int | None:
+        """The lane to serve next, None if nothing is ready. Pure: a batch not taken costs nothing.
+
+        Quiescing lanes come first, then one that is overdue, then the one with the most tokens.
+        """
+        if self._quiescing:
+            return next(iter(self._quiescing))
+        overdue = self._ready.overdue()
+        if overdue is not None and now >= overdue[1]:
+            return overdue[0]
+        return self._ready.fullest.first()

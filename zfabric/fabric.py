@@ -1,0 +1,536 @@
+"""The fabric's state, and the one place where an item changes state.
+
+    accept -> (publish) -> ready -> dispatch -> pending -> end
+                             ^                     |
+                             +------ give_back ----+
+
+Every method here moves items along one of these arrows and keeps the store, the lanes, both
+drain orders and the ledger in step; nothing else may. Verify first, then mutate: a method that
+raises has changed nothing. Lengths are tokens, times seconds on the caller's monotonic clock.
+No socket, no clock, no message: those who decide when (`intake`, `dispatch`) call in here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zfabric.config import BrokerConfig
+from zfabric.draining import Draining, DrainLimits, LaneDraining
+from zfabric.errors import InvariantError, PeerError
+from zfabric.lanes import Lanes
+from zfabric.ledger import Flow, Waste
+from zfabric.outbox import Stored
+from zfabric.peers import Producer, Worker
+from zfabric.pending import Batch, Pending
+from zfabric.protocol import BROKER_NUMBERS_FROM, Status
+from zfabric.shapes import Shape
+from zfabric.store import ENTRY_BITS, Append, Columns, LaneQueue, MemoryStore, Take
+
+# Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
+IDLE_SHAPES_MAX = 4_096
+# A record of a dead item keeps its payload, so that it can be requeued; these are few or a fault.
+DEAD_RECORDS_MAX = 100_000
+EVENTS_MAX = 2_000
+PRODUCERS_MAX = 100_000
+MODELS_MAX = 4_096
+
+
+class Group:
+    """What is drained as one: a shape, or for `--policy fifo` everything of a model."""
+
+    __slots__ = (
+        "accepted_items", "accepted_tokens", "batches", "completed_items", "id", "lanes", "model",
+        "oldest_s", "order", "outstanding", "padded_tokens", "pending_items", "queues",
+        "ready_items", "ready_tokens", "real_tokens", "shape", "shape_numbers", "shapes",
+        "signature",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, model: Model, shape: Shape, lanes: Lanes | None, limits: DrainLimits
+    ) -> None:
+        self.id = number
+        self.model = model
+        self.shape = shape
+        self.signature = shape.signature
+        self.lanes = lanes
+        self.order = LaneDraining(limits)
+        self.queues: dict[int, LaneQueue] = {}
+        self.outstanding = 0
+        self.ready_items = 0
+        self.ready_tokens = 0
+        self.pending_items = 0
+        self.accepted_items = 0
+        self.accepted_tokens = 0
+        self.completed_items = 0
+        self.batches = 0
+        self.real_tokens = 0
+        self.padded_tokens = 0
+        # when its oldest ready item was enqueued, as of the last maintenance
+        self.oldest_s: float | None = None
+        # only where shapes are mixed: the shapes of the items, numbered
+        self.shapes: list[Shape] = []
+        self.shape_numbers: dict[Shape, int] = {}
+
+    def number_of(self, shape: Shape) -> int:
+        """The number of `shape` in a group that mixes shapes."""
+        number = self.shape_numbers.get(shape)
+        if number is None:
+            number = self.shape_numbers[shape] = len(self.shapes)
+            self.shapes.append(shape)
+        return number
+
+
+@dataclass(slots=True)
+class Model:
+    """Everything of one model: its shapes, the order they drain in, and who serves it."""
+
+    name: str
+    draining: Draining[int]
+    groups: dict[int, Group] = field(default_factory=dict)
+    # names of workers that may have room for a batch, next to be served first
+    hungry: dict[str, None] = field(default_factory=dict)
+    input_tokens_max: int | None = None
+    paused: bool = False
+    pending_items: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class DeadRecord:
+    """An item that ended without a completion and can be requeued."""
+
+    id: int
+    producer: str
+    number: int
+    shape: Shape
+    length: int
+    payload: bytes
+    reason: str
+    attempts: int
+    at_s: float
+
+
+class Fabric:
+    """All state of one broker. Only the dispatcher and the rules it calls may hold it."""
+
+    def __init__(self, config: BrokerConfig, store: MemoryStore) -> None:
+        self.config = config
+        self.store = store
+        self.models: dict[str, Model] = {}
+        self.groups: OrderedDict[int, Group] = OrderedDict()
+        self.idle: OrderedDict[int, Group] = OrderedDict()
+        self._next_group = 1
+        self.pending = Pending()
+        self.producers: list[Producer | None] = []
+        self.producer_index: dict[str, int] = {}
+        self.workers: dict[str, Worker] = {}
+        self.flow = Flow()
+        self.waste = Waste()
+        self.dead: OrderedDict[int, DeadRecord] = OrderedDict()
+        self._next_dead = 1
+        self.retries: dict[int, int] = {}
+        self.dead_bytes = 0
+        self.outbox_bytes = 0
+        # producers that have results which did not go out yet
+        self.unsent: set[int] = set()
+        self.counters: dict[str, int] = {}
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
+        self.fresh_events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
+        self._next_event = 1
+        self.wall_offset_s = 0.0
+        self.limits = DrainLimits(
+            hold_items=min(config.hold_items, config.max_items, config.producer_items_max),
+            hold_s=config.hold_s,
+            linger_s=config.linger_ms / 1000,
+            max_wait_s=config.max_wait_s,
+        )
+        # lanes of shapes that have been evicted still count in the totals
+        self.retired_lanes = {"opened": 0, "reused": 0, "forced": 0}
+
+    # -- names --------------------------------------------------------------------------------
+
+    def event(self, kind: str, text: str, now: float, **fields: Any) -> None:
+        """Remember something that an operator should see."""
+        entry = {
+            "seq": self._next_event,
+            "time": now + self.wall_offset_s,
+            "event": kind,
+            "text": text,
+            **fields,
+        }
+        self._next_event += 1
+        self.events.append(entry)
+        self.fresh_events.append(entry)
+
+    def count(self, counter: str, by: int = 1) -> None:
+        """Add to a named counter."""
+        self.counters[counter] = self.counters.get(counter, 0) + by
+
+    def model(self, name: str) -> Model:
+        """The model called `name`, made if need be. Raises PeerError over MODELS_MAX."""
+        model = self.models.get(name)
+        if model is None:
+            if len(self.models) >= MODELS_MAX:
+                raise PeerError("too_many_models", f"at most {MODELS_MAX} models")
+            model = self.models[name] = Model(name, Draining(self.limits))
+        return model
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raises PeerError where another component vector has the signature of `shape`."""
+        model = self.models.get(shape.model)
+        group = model.groups.get(shape.signature) if model else None
+        if group is not None and self.config.policy != "fifo":
+            known = group.shape.components
+            if known != shape.components:
+                raise PeerError(
+                    "shape_conflict",
+                    f"signature {shape.signature:016x} already stands for other components",
+                )
+
+    def group_for(self, shape: Shape) -> Group:
+        """The group that items of `shape` belong to, made if need be."""
+        model = self.model(shape.model)
+        fifo = self.config.policy == "fifo"
+        key = 0 if fifo else shape.signature
+        group = model.groups.get(key)
+        if group is None:
+            lanes = Lanes(self.config.lanes) if self.config.policy == "lanes" else None
+            own = Shape(shape.model) if fifo else shape
+            group = Group(self._next_group, model, own, lanes, self.limits)
+            self._next_group += 1
+            model.groups[key] = self.groups[group.id] = group
+        elif group.id in self.idle:
+            del self.idle[group.id]
+        return group
+
+    def producer(self, name: str, now: float) -> Producer:
+        """The producer called `name`, made if need be. Raises PeerError over PRODUCERS_MAX."""
+        index = self.producer_index.get(name)
+        if index is not None:
+            known = self.producers[index]
+            if known is not None:
+                return known
+        if len(self.producer_index) >= PRODUCERS_MAX:
+            raise PeerError("too_many_producers", "forget absent ones: zfabric producers forget")
+        fresh = Producer(len(self.producers), name, now, last_seen_s=now)
+        self.producers.append(fresh)
+        self.producer_index[name] = fresh.index
+        return fresh
+
+    def forget(self, producer: Producer) -> None:
+        """Drop a producer's name, numbers and results; items of it that remain end unseen."""
+        self.outbox_bytes -= producer.outbox.payload_bytes
+        self.producers[producer.index] = None
+        self.producer_index.pop(producer.name, None)
+        self.unsent.discard(producer.index)
+
+    def held_bytes(self) -> int:
+        """Payload bytes in the broker: items, results, dead records."""
+        return self.store.payload_bytes + self.outbox_bytes + self.dead_bytes
+
+    # -- accept -------------------------------------------------------------------------------
+
+    def accept(
+        self,
+        shape: Shape,
+        producer: Producer,
+        numbers: Sequence[int],
+        lengths: Sequence[int],
+        payloads: list[bytes],
+        now: float,
+    ) -> None:
+        """Assign lanes to new items of one shape and store them; `publish` makes them ready."""
+        group = self.group_for(shape)
+        if group.lanes is None:
+            mixed = (group.number_of(shape),) * len(lengths) if self._is_fifo else ()
+            plain = Append(
+                lengths, lengths, bytes(len(lengths)), producer.index, numbers, payloads, mixed
+            )
+            self.store.append(self._queue(group, 0), plain, now)
+        else:
+            self._accept_in_lanes(group, group.lanes, producer, numbers, lengths, payloads, now)
+        items, tokens = len(lengths), sum(lengths)
+        group.outstanding += items
+        group.accepted_items += items
+        group.accepted_tokens += tokens
+        producer.outstanding += items
+        producer.accepted_items += items
+        producer.accepted_tokens += tokens
+        self.flow.accept(items, tokens)
+
+    @property
+    def _is_fifo(self) -> bool:
+        return self.config.policy == "fifo"
+
+    def _accept_in_lanes(
+        self,
+        group: Group,
+        lanes: Lanes,
+        producer: Producer,
+        numbers: Sequence[int],
+        lengths: Sequence[int],
+        payloads: list[bytes],
+        now: float,
+    ) -> None:
+        assigned = lanes.assign(lengths, now)
+        by_lane: dict[int, list[int]] = {}
+        for k, lane in enumerate(assigned.lane_ids):
+            by_lane.setdefault(lane, []).append(k)
+        targets, tags = assigned.targets, assigned.tags
+        for lane, members in by_lane.items():
+            run = Append(
+                [lengths[k] for k in members],
+                [targets[k] for k in members],
+                bytes([tags[k] for k in members]),
+                producer.index,
+                [numbers[k] for k in members],
+                [payloads[k] for k in members],
+            )
+            self.store.append(self._queue(group, lane), run, now)
+
+    def _queue(self, group: Group, lane: int) -> LaneQueue:
+        queue = group.queues.get(lane)
+        if queue is None:
+            signature = 0 if self._is_fifo else group.signature
+            queue = self.store.open_queue(group.model.name, signature, group.id, lane)
+            group.queues[lane] = queue
+        return queue
+
+    def publish(self, now: float) -> bool:
+        """Make stored items ready; returns whether there were any."""
+        published = self.store.publish()
+        for queue, items, tokens in published:
+            self._readied(queue, items, tokens, now)
+        return bool(published)
+
+    def _readied(self, queue: LaneQueue, items: int, tokens: int, now: float) -> None:
+        group = self.groups[queue.group]
+        group.ready_items += items
+        group.ready_tokens += tokens
+        group.order.added(queue.lane, items, tokens, now)
+        if group.lanes is not None and group.lanes.is_quiescing(queue.lane):
+            group.order.quiesce(queue.lane)
+        group.model.draining.added(group.id, items, tokens, now)
+
+    def _unreadied(
+        self, queue: LaneQueue, items: int, tokens: int, now: float, *, served: bool
+    ) -> None:
+        group = self.groups[queue.group]
+        group.ready_items -= items
+        group.ready_tokens -= tokens
+        group.order.removed(queue.lane, items, tokens, now, served)
+        group.model.draining.removed(group.id, items, tokens, now, served)
+
+    # -- dispatch -----------------------------------------------------------------------------
+
+    def guard(self, group: Group, refs: Sequence[int]) -> None:
+        """Every chunk of a batch is of the shape being drained, or the process must end.
+
+        Raises InvariantError: a poisoned prefix cache is worse than a restart.
+        """
+        if self._is_fifo:
+            return
+        current = group.model.draining.current
+        if current != group.id:
+            raise InvariantError(f"a batch of shape {group.id} while {current} is current")
+        wanted = (group.model.name, group.signature)
+        for slot in {ref >> ENTRY_BITS for ref in refs}:
+            found = self.store.signature_of(slot)
+            if found != wanted:
+                raise InvariantError(
+                    f"a segment of signature {found[1]:016x} in a batch of {wanted[1]:016x}"
+                )
+
+    def dispatch(self, group: Group, takes: Sequence[Take], batch: Batch, now: float) -> None:
+        """The channel has taken `batch`: verify every take, then advance, then add to pending."""
+        for take in takes:
+            self.store.verify(take)
+        for take in takes:
+            self.store.commit(take)
+            self._unreadied(take.queue, len(take.refs), sum(take.lengths), now, served=True)
+        self.pending.add(batch)
+        group.pending_items += len(batch.refs)
+        group.model.pending_items += len(batch.refs)
+        group.batches += 1
+
+    def count_padding(
+        self,
+        group: Group,
+        lengths: Sequence[int],
+        columns: Columns,
+        packed: tuple[int, int] | None,
+        fill: float,
+    ) -> int:
+        """Enter a batch into the waste ledger; returns its padded tokens.
+
+        `packed` is (base, pad-to) in tokens, None for a batch that is not padded.
+        """
+        real = padded = sum(lengths)
+        if packed is None:
+            self.waste.record_ragged(lengths, fill=fill)
+        else:
+            base, pad_to = packed
+            laned = group.lanes is not None
+            targets, tags = (columns.targets, columns.tags) if laned else (None, None)
+            self.waste.record(lengths, targets, tags, base, pad_to, fill=fill)
+            padded = pad_to * len(lengths)
+        group.real_tokens += real
+        group.padded_tokens += padded
+        return padded
+
+    def give_back(self, refs: Sequence[int], now: float, *, solo: bool = False) -> None:
+        """Pending items become ready again, ahead of their lanes' cursors and in their order."""
+        for ref in refs:
+            batch = self.pending.settle(ref)
+            if batch is None:
+                raise InvariantError(f"item {ref:#x} is given back but was not pending")
+            queue = self.store.release(ref, solo=solo)
+            group = self.groups[queue.group]
+            group.pending_items -= 1
+            group.model.pending_items -= 1
+            self._readied(queue, 1, batch.lengths[ref], now)
+        self.flow.redeliveries += len(refs)
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def end(self, ref: int, status: int, payload: bytes, now: float) -> None:
+        """An item ends: result into the outbox, then the tombstone, then the counts."""
+        known = self.store.describe(ref)
+        producer = self.producers[known.producer]
+        if producer is not None:
+            retry_of = self.retries.pop(known.number, None)
+            self.post(producer, Stored(known.number, status, payload, retry_of))
+        waiting = ref not in self.pending.by_ref
+        ended = self.store.complete(ref)
+        group = self.groups[ended.queue.group]
+        if waiting:
+            self._unreadied(ended.queue, 1, ended.length, now, served=False)
+        else:
+            self.pending.settle(ref)
+            group.pending_items -= 1
+            group.model.pending_items -= 1
+        self._count_end(group, producer, status, ended.length)
+        lanes = group.lanes
+        if lanes is not None and lanes.removed(ended.queue.lane, 1):
+            del group.queues[ended.queue.lane]
+        group.outstanding -= 1
+        if not group.outstanding:
+            self._rest(group)
+
+    def _count_end(self, group: Group, producer: Producer | None, status: int, length: int) -> None:
+        if status == Status.DEAD:
+            self.flow.bury(1, length)
+            if producer is not None:
+                producer.dead_items += 1
+            return
+        failed, cancelled = status == Status.FAILED, status == Status.CANCELLED
+        self.flow.complete(1, length, failed=failed, cancelled=cancelled)
+        group.completed_items += 1
+        if producer is not None:
+            producer.completed_items += 1
+            producer.failed_items += failed or cancelled
+
+    def post(self, producer: Producer, result: Stored) -> None:
+        """Put a result into its producer's outbox."""
+        producer.outbox.add(result)
+        self.outbox_bytes += len(result.payload)
+        self.unsent.add(producer.index)
+
+    def bury(self, ref: int, reason: str, now: float) -> None:
+        """An item has used up its attempts: a dead record, an error result, then the tombstone."""
+        known = self.store.describe(ref)
+        producer = self.producers[known.producer]
+        name = producer.name if producer else "(forgotten)"
+        shape = self._shape_of(ref)
+        record = DeadRecord(
+            self._next_dead,
+            name,
+            known.number,
+            shape,
+            known.length,
+            known.payload,
+            reason,
+            known.attempts,
+            now,
+        )
+        self._next_dead += 1
+        self.dead[record.id] = record
+        self.dead_bytes += len(record.payload)
+        if len(self.dead) > DEAD_RECORDS_MAX:
+            self.drop_dead(next(iter(self.dead)))
+        text = f"given up after {known.attempts} attempts: {reason}"
+        self.end(ref, Status.DEAD, error_payload("dead", text), now)
+        self.event("item_dead", f"{name} #{known.number} {text}", now, producer=name)
+
+    def drop_dead(self, record_id: int) -> DeadRecord | None:
+        """Forget a dead record; returns it, or None if there is none of that id."""
+        record = self.dead.pop(record_id, None)
+        if record is not None:
+            self.dead_bytes -= len(record.payload)
+        return record
+
+    def requeue(self, record_id: int, now: float) -> int | None:
+        """A dead item becomes a new accepted one; returns its number, None if there is none."""
+        record = self.drop_dead(record_id)
+        if record is None:
+            return None
+        producer = self.producer(record.producer, now)
+        number = BROKER_NUMBERS_FROM + record.id
+        first = self.retries.get(record.number, record.number)
+        self.retries[number] = first
+        self.accept(record.shape, producer, [number], [record.length], [record.payload], now)
+        return number
+
+    def _shape_of(self, ref: int) -> Shape:
+        columns = self.store.columns([ref])
+        group = self.groups[self.store.describe(ref).queue.group]
+        return group.shapes[columns.shapes[0]] if columns.shapes else group.shape
+
+    def _rest(self, group: Group) -> None:
+        """A group with nothing left is kept for the record, until there are too many."""
+        if self._is_fifo:
+            group.shapes.clear()
+            group.shape_numbers.clear()
+        self.idle[group.id] = group
+        while len(self.idle) > IDLE_SHAPES_MAX:
+            _, old = self.idle.popitem(last=False)
+            del self.groups[old.id]
+            old.model.groups.pop(0 if self._is_fifo else old.signature, None)
+            if old.lanes is not None:
+                self.retired_lanes["opened"] += old.lanes.opened_total
+                self.retired_lanes["reused"] += old.lanes.reused_total
+                self.retired_lanes["forced"] += old.lanes.forced_total
+
+    # -- upkeep -------------------------------------------------------------------------------
+
+    def maintain(self, group: Group, now: float) -> None:
+        """Retire the idle lanes of one shape and find the age of its oldest ready item."""
+        if group.lanes is not None:
+            for lane in group.lanes.maintain(now):
+                group.order.quiesce(lane)
+            if len(group.queues) > group.lanes.lanes_active:
+                held = {row.id for row in group.lanes.rows()}
+                for lane in [lane for lane in group.queues if lane not in held]:
+                    del group.queues[lane]
+        times = [
+            t
+            for queue in group.queues.values()
+            if queue.ready_items and (t := self.store.oldest_s(queue)) is not None
+        ]
+        group.oldest_s = min(times, default=None)
+
+    def waiting_of(self, producer: Producer) -> Iterator[list[int]]:
+        """Ready items of one producer, a queue at a time; the caller may end them."""
+        for group in list(self.groups.values()):
+            for queue in list(group.queues.values()):
+                if queue.ready_items:
+                    yield self.store.waiting_of(queue, producer.index)
+
+
+def error_payload(code: str, text: str) -> bytes:
+    """What a result that is no completion says: UTF-8 JSON, as engines write it too."""
+
+    return json.dumps({"code": code, "message": text}).encode()

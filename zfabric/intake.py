@@ -1,0 +1,282 @@
+"""Intake: what producers submit, what is accepted of it, and how results go back to them.
+
+A producer numbers its items in ascending order, with gaps where it likes. Acceptance is
+cumulative: `upto` says that every number up to it is accepted, refused for good, or skipped. A
+message names the number that went before it (`after`); where that is beyond `upto` something in
+between was refused or lost, and nothing of the message is taken until it has been sent again.
+Lengths are tokens, times seconds on the caller's monotonic clock. Nothing here touches a socket.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from zfabric.errors import ConfigError, PeerError
+from zfabric.fabric import Fabric, error_payload
+from zfabric.outbox import Stored
+from zfabric.peers import Peer, Producer
+from zfabric.protocol import NUMBER_MAX, Message, Status, Type, packed, split
+from zfabric.shapes import TOKENS_MAX, Shape
+
+Send = Callable[..., None]
+
+# One RESULT message: large enough to pay for itself, small enough for one turn of the loop.
+RESULT_ITEMS_MAX = 4_096
+RESULT_BYTES_MAX = 1024 * 1024
+# Shapes that one connection may have declared at a time; beyond it a producer must reconnect.
+SHAPES_PER_PEER_MAX = 1_000_000
+
+
+class Refusal(NamedTuple):
+    """Why the items from number `first` on were not taken; send them again later."""
+
+    first: int
+    code: str
+    text: str
+
+
+class Intake:
+    """The producers' side of the broker's rules."""
+
+    def __init__(self, fabric: Fabric, send: Send) -> None:
+        self._fabric = fabric
+        self._send = send
+        self.draining = False
+        # the last submit of somebody found no room
+        self.full = False
+        # producers that are owed an ACCEPTED, with the refusal it carries
+        self._owed: dict[int, Refusal | None] = {}
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def hello(self, peer: Peer, now: float) -> Producer:
+        """A producer registers, or comes back: its unacknowledged results go out again."""
+        producer = self._fabric.producer(peer.name, now)
+        producer.peer = peer
+        producer.last_seen_s = now
+        producer.more = False
+        producer.outbox.rewind()
+        self._fabric.unsent.add(producer.index)
+        self._fabric.event("producer_joined", peer.name, now, producer=peer.name)
+        return producer
+
+    def lost(self, producer: Producer, reason: str, now: float) -> None:
+        """The connection is gone; what was accepted stays, and so do its results."""
+        if producer.peer is None:
+            return
+        producer.peer = None
+        producer.more = False
+        producer.last_seen_s = now
+        for model in self._fabric.models.values():
+            model.draining.drop_producer(producer.name)
+        self._fabric.event(
+            "producer_lost", f"{producer.name}: {reason}", now, producer=producer.name
+        )
+
+    # -- submitting ---------------------------------------------------------------------------
+
+    def shape(self, peer: Peer, fields: dict[str, Any]) -> None:
+        """A shape's id on this connection. Raises PeerError where it contradicts a known one."""
+        number = fields["id"]
+        if len(peer.shapes) >= SHAPES_PER_PEER_MAX:
+            raise PeerError("too_many_shapes", f"at most {SHAPES_PER_PEER_MAX} a connection")
+        raw = fields["components"]
+        components = struct.unpack(f"<{len(raw) // 8}Q", raw)
+        try:
+            shape = Shape(fields["model"], components, tuple(fields.get("tokens", ())))
+            self._fabric.check_shape(shape)
+        except ConfigError as error:
+            peer.shapes[number] = "malformed"
+            raise PeerError("malformed", str(error)) from None
+        except PeerError as error:
+            peer.shapes[number] = error.code
+            raise
+        peer.shapes[number] = shape
+
+    def submit(self, producer: Producer, message: Message, now: float) -> None:
+        """Take what is new, in order, as far as there is room. Raises PeerError if malformed."""
+        numbers = message.columns["numbers"]
+        _check_numbers(numbers)
+        order = message.columns["order"]
+        if len(order) and sorted(order) != list(range(len(numbers))):
+            raise PeerError("malformed", "column 'order' is not a permutation of the items")
+        self._note_more(producer, message.fields["more"])
+        self._owed.setdefault(producer.index, None)
+        if message.fields["after"] > producer.upto:
+            first = producer.upto + 1
+            text = f"numbers after {producer.upto} are missing"
+            self._owed[producer.index] = Refusal(first, "gap", text)
+            return
+        start = bisect_right(numbers, producer.upto)
+        if start == len(numbers):
+            self._fabric.count("resent_items", start)
+            return
+        room = self._room(producer, message.columns["sizes"], start)
+        stop = start + room.items
+        if stop < len(numbers):
+            self._owed[producer.index] = Refusal(numbers[stop], room.code, room.text)
+            self._fabric.count(f"refused_{room.code}", len(numbers) - stop)
+            self.full = True
+        else:
+            self.full = False
+        if stop > start:
+            self._take(producer, message, start, stop, now)
+
+    def _note_more(self, producer: Producer, more: bool) -> None:
+        producer.more = more
+        if not more:
+            for model in self._fabric.models.values():
+                model.draining.set_more(producer.name, False)
+
+    class _Room(NamedTuple):
+        items: int
+        code: str
+        text: str
+
+    def _room(self, producer: Producer, sizes: array[int], start: int) -> _Room:
+        config, wanted = self._fabric.config, len(sizes) - start
+        if self.draining:
+            return self._Room(0, "draining", "the broker is draining and takes nothing new")
+        own = config.producer_items_max - producer.outstanding
+        if own < wanted:
+            text = f"{producer.outstanding} items of {producer.name} have no acknowledged result"
+            return self._Room(max(0, own), "outbox_full", text)
+        places = config.max_items - self._fabric.store.items
+        if places < wanted:
+            return self._Room(max(0, places), "busy", f"the broker holds {config.max_items} items")
+        free = config.max_bytes - self._fabric.held_bytes()
+        if free < sum(sizes[start:]):
+            fits = bisect_right(list(accumulate(sizes[start:])), free)
+            return self._Room(fits, "busy", f"the broker holds {config.max_bytes} bytes")
+        return self._Room(wanted, "", "")
+
+    def _take(
+        self, producer: Producer, message: Message, start: int, stop: int, now: float
+    ) -> None:
+        columns = message.columns
+        numbers, lengths, sizes = columns["numbers"], columns["lengths"], columns["sizes"]
+        payloads = split(message.body, sizes)
+        shapes = producer.peer.shapes if producer.peer else {}
+        whole = start == 0 and stop == len(numbers)
+        by_arrival = self._fabric.config.policy == "fifo"
+        order: Sequence[int] = columns["order"] if whole and not by_arrival else ()
+        members: dict[int, list[int]] = {}
+        for k in order or range(start, stop):
+            members.setdefault(columns["shapes"][k], []).append(k)
+        producer.upto = numbers[stop - 1]
+        runs = members.items()
+        if by_arrival and len(members) > 1:
+            runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
+        for number, chosen in runs:
+            shape = shapes.get(number, "unknown_shape")
+            good = self._refuse_bad(producer, shape, chosen, columns)
+            if not good or not isinstance(shape, Shape):
+                continue
+            self._fabric.accept(
+                shape,
+                producer,
+                [numbers[k] for k in good],
+                [lengths[k] for k in good],
+                [payloads[k] for k in good],
+                now,
+            )
+            self._fabric.models[shape.model].draining.set_more(producer.name, producer.more)
+
+    def _refuse_bad(
+        self,
+        producer: Producer,
+        shape: Shape | str,
+        chosen: list[int],
+        columns: dict[str, array[int]],
+    ) -> list[int]:
+        """Post an error result for each item that can never be taken; return the others."""
+        bytes_max = self._fabric.config.payload_bytes_max
+        good = []
+        for k in chosen:
+            if isinstance(shape, str):
+                code, text = shape, "its shape was not accepted"
+            elif columns["sizes"][k] > bytes_max:
+                code, text = "too_large", f"a payload has at most {bytes_max} bytes"
+            elif columns["lengths"][k] > TOKENS_MAX:
+                code, text = "malformed", f"a length is at most {TOKENS_MAX} tokens"
+            else:
+                good.append(k)
+                continue
+            payload = error_payload(code, text)
+            producer.outstanding += 1
+            producer.refused_items += 1
+            self._fabric.count("refused_items")
+            number = columns["numbers"][k]
+            self._fabric.post(producer, Stored(number, Status.REFUSED, payload, None))
+        return good
+
+    # -- answering ----------------------------------------------------------------------------
+
+    def acknowledge(self) -> None:
+        """Send the ACCEPTED that are owed. Call after what they speak of has been published."""
+        for index, refusal in self._owed.items():
+            producer = self._fabric.producers[index]
+            if producer is None or producer.peer is None:
+                continue
+            fields: dict[str, Any] = {"upto": producer.upto}
+            if refusal is not None:
+                fields |= {"from": refusal.first, "code": refusal.code, "text": refusal.text}
+            self._send(producer.peer, Type.ACCEPTED, fields)
+        self._owed.clear()
+
+    def result_ack(self, producer: Producer, upto: int) -> None:
+        """The producer has its results up to sequence number `upto`. Raises PeerError past sent."""
+        outbox = producer.outbox
+        if upto > outbox.sent:
+            raise PeerError("malformed", f"acknowledged {upto} of {outbox.sent} results sent")
+        before = outbox.payload_bytes
+        freed = outbox.ack(upto)
+        self._fabric.outbox_bytes -= before - outbox.payload_bytes
+        producer.outstanding -= freed
+        producer.acked_items += freed
+        if outbox.sent < outbox.last:
+            self._fabric.unsent.add(producer.index)
+
+    def send_results(self) -> None:
+        """Send what may be sent: unacknowledged bytes on their way to one producer are bounded."""
+        limit = self._fabric.config.result_bytes_inflight
+        for index in list(self._fabric.unsent):
+            producer = self._fabric.producers[index]
+            self._fabric.unsent.discard(index)
+            if producer is None or producer.peer is None:
+                continue
+            outbox = producer.outbox
+            while outbox.sent < outbox.last and outbox.bytes_in_flight < limit:
+                if outbox.sent - outbox.acked >= 64 * RESULT_ITEMS_MAX:
+                    break
+                first, results = outbox.take(RESULT_ITEMS_MAX, RESULT_BYTES_MAX)
+                self._send_result(producer.peer, first, results)
+
+    def _send_result(self, peer: Peer, first: int, results: list[Stored]) -> None:
+        fields: dict[str, Any] = {"seq": first}
+        retries = {str(r.number): r.retry_of for r in results if r.retry_of is not None}
+        if retries:
+            fields["retry_of"] = retries
+        self._send(
+            peer,
+            Type.RESULT,
+            fields,
+            [
+                packed("Q", [r.number for r in results]),
+                packed("B", [r.status for r in results]),
+                packed("I", [len(r.payload) for r in results]),
+            ],
+            b"".join([r.payload for r in results]),
+        )
+
+
+def _check_numbers(numbers: array[int]) -> None:
+    if not numbers:
+        return
+    if numbers[0] < 1 or numbers[-1] > NUMBER_MAX or any(b <= a for a, b in pairwise(numbers)):
+        raise PeerError("malformed", "item numbers must ascend from 1")

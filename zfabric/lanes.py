@@ -1,0 +1,275 @@
+"""Lanes: decides which rolling length class of one shape an item joins, and when a lane retires.
+
+Lengths, targets and gaps are whole tokens; times are monotonic seconds that the caller gives; a
+waste fraction is padding over padded length. A target orders the search and only grows while its
+lane lives; it never pads, because pad-to comes from the items of a batch. This module must never
+read a clock, move a queued item, merge two lanes or look at another shape.
+
+The life of a lane id:
+
+    free -> open (in the search list, takes items) -> quiescing (takes none) -> free
+                `-> free, at once, when nothing of it is outstanding
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from zfabric.errors import ConfigError, InvariantError
+from zfabric.shapes import TOKENS_MAX
+
+# Lanes of one shape. 128 of them end near 50% waste on real traces; with 2,048 it stays under 1%.
+LANES_MAX = 2_048
+# Ids travel and rest as unsigned 16-bit integers.
+LANE_IDS_MAX = 65_536
+# Waste fraction that an empty shape tolerates: under it, one more lane saves less than it costs.
+THRESHOLD_BASE = 0.01
+# Waste fraction added at full pressure: the last lanes open only where they save the most.
+THRESHOLD_SPAN = 0.09
+# Tokens: a gap under two pad multiples is mostly rounding, whatever fraction it is.
+OPEN_FLOOR_TOKENS = 16
+# Tokens: a gap over this opens a lane even where it is a small fraction of a long prompt.
+OPEN_ALWAYS_TOKENS = 128
+# Items: a lane with fewer outstanding cannot fill a batch worth waiting for.
+QUIESCE_ITEMS = 4
+# Seconds without a new item after which a lane counts as idle.
+QUIESCE_AFTER_S = 5.0
+
+# Why an item may be padded, fixed when it is assigned; the waste ledger adds up by these.
+TAG_THRESHOLD = 0  # within the moving threshold, or it opened its lane
+TAG_FLOOR = 1  # over the threshold, but by fewer than OPEN_FLOOR_TOKENS
+TAG_FORCED = 2  # the rules wanted a new lane; the lane budget was reached
+
+# The threshold in whole percents: comparisons are exact, and products stay in one machine word.
+_BASE_PERCENT = round(THRESHOLD_BASE * 100)
+_SPAN_PERCENT = round(THRESHOLD_SPAN * 100)
+
+
+class Assigned(NamedTuple):
+    """Columns, one entry per item of the message, in its order."""
+
+    lane_ids: list[int]
+    # Tokens: the target of that lane just after this item was assigned.
+    targets: list[int]
+    # TAG_THRESHOLD, TAG_FLOOR or TAG_FORCED.
+    tags: bytearray
+
+
+class LaneRow(NamedTuple):
+    """One lane in use, as a dashboard shows it."""
+
+    id: int
+    target: int
+    outstanding: int
+    quiescing: bool
+
+
+class Lanes:
+    """The rolling lanes of one shape: at most `lanes_limit` ids in use, quiescing ones included."""
+
+    __slots__ = (
+        "_ids",
+        "_outstanding",
+        "_quiescing",
+        "_target_of",
+        "_targets",
+        "_touched",
+        "_used",
+        "forced_total",
+        "lanes_limit",
+        "opened_total",
+        "reused_total",
+    )
+
+    def __init__(self, lanes_limit: int = LANES_MAX) -> None:
+        if not 1 <= lanes_limit <= LANE_IDS_MAX:
+            raise ConfigError(f"lanes_limit must be 1 to {LANE_IDS_MAX}, not {lanes_limit}")
+        self.lanes_limit = lanes_limit
+        # Every item counts in exactly one of these.
+        self.opened_total = 0
+        self.reused_total = 0
+        self.forced_total = 0
+        # The search list: targets ascending, ids beside them. Open lanes only.
+        self._targets = array("I")
+        self._ids = array("H")
+        # Columns by lane id, as long as the highest id in use needs.
+        self._target_of = array("I")
+        self._outstanding = array("I")
+        self._touched = array("d")
+        # Bit n is lane id n. The lowest clear bit of `_used` is the lowest free id and its length
+        # is what the columns need, so that the free list costs 256 bytes and no bookkeeping.
+        self._used = 0
+        self._quiescing = 0
+
+    @property
+    def lanes_active(self) -> int:
+        """Lane ids that are not free."""
+        return self._used.bit_count()
+
+    @property
+    def pressure(self) -> float:
+        """Lanes in use over the lane budget, 0 to 1."""
+        return min(1.0, self.lanes_active / self.lanes_limit)
+
+    @property
+    def threshold(self) -> float:
+        """The waste fraction above which a new lane opens, now."""
+        return THRESHOLD_BASE + THRESHOLD_SPAN * self.pressure
+
+    def assign(self, lengths: Sequence[int], now: float) -> Assigned:
+        """Place the items of one message, in order; each counts as outstanding in its lane.
+
+        The first target >= length is compared with its lower neighbour on waste fraction; since
+        taking an item raises the lower lane to the item's length, a fraction is always gap over
+        target after. A tie goes to the upper lane, which need not grow.
+
+        Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
+        """
+        if lengths and not 0 <= min(lengths) <= max(lengths) <= TOKENS_MAX:
+            raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
+        targets, ids, target_of = self._targets, self._ids, self._target_of
+        outstanding, touched = self._outstanding, self._touched
+        assigned = lane_ids, targets_after, tags = Assigned([], [], bytearray())
+        # gap / target > threshold, multiplied out: gap * scale > target * allowance.
+        limit = self.lanes_limit
+        room = max(0, limit - self.lanes_active)
+        scale = 100 * limit
+        allowance = _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
+        opened, lanes = 0, len(targets)
+        for length in lengths:
+            above = position = bisect_left(targets, length)
+            if above < lanes:
+                target = targets[above]
+                gap = target - length
+                # Where the gap below is not smaller, its fraction cannot be either.
+                below = length - targets[above - 1] if above else gap
+                if gap > below and gap * length > below * target:
+                    position, target, gap = above - 1, length, below
+            elif above:
+                position, target, gap = above - 1, length, length - targets[above - 1]
+            else:
+                target, gap = length, OPEN_ALWAYS_TOKENS + 1
+            if gap * scale <= target * allowance and gap <= OPEN_ALWAYS_TOKENS:
+                tag = TAG_THRESHOLD
+            elif gap < OPEN_FLOOR_TOKENS:
+                tag = TAG_FLOOR
+            elif room:
+                self._open(above, length)
+                position, target, tag = above, length, TAG_THRESHOLD
+                room -= 1
+                opened += 1
+                lanes += 1
+                allowance += _SPAN_PERCENT
+            else:
+                tag = TAG_FORCED
+            lane = ids[position]
+            if position < above:
+                targets[position] = target_of[lane] = length
+            outstanding[lane] += 1
+            touched[lane] = now
+            lane_ids.append(lane)
+            targets_after.append(target)
+            tags.append(tag)
+        forced = tags.count(TAG_FORCED)
+        self.opened_total += opened
+        self.forced_total += forced
+        self.reused_total += len(lane_ids) - opened - forced
+        return assigned
+
+    def removed(self, lane_id: int, count: int) -> bool:
+        """`count` items of the lane are gone for good; True if its id became free now.
+
+        Raises InvariantError, changing nothing, if so many were not outstanding.
+        """
+        if not self._used >> lane_id & 1 or not 0 <= count <= self._outstanding[lane_id]:
+            raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
+        self._outstanding[lane_id] -= count
+        if self._outstanding[lane_id] or not self.is_quiescing(lane_id):
+            return False
+        self._free(1 << lane_id)
+        return True
+
+    def maintain(self, now: float) -> list[int]:
+        """Retire idle lanes; return the ids that are newly quiescing and still hold items."""
+        outstanding, touched = self._outstanding, self._touched
+        idle = [
+            lane
+            for lane in self._ids
+            if outstanding[lane] < QUIESCE_ITEMS and now - touched[lane] >= QUIESCE_AFTER_S
+        ]
+        if not idle:
+            return []
+        empty = sum(not outstanding[lane] for lane in idle)
+        if len(idle) == len(self._ids) and self.lanes_active - empty >= self.lanes_limit:
+            # With no id free, an item must still find a lane to be forced into: keep the longest.
+            idle.pop()
+        gone = set(idle)
+        self._ids = array("H", [lane for lane in self._ids if lane not in gone])
+        self._targets = array("I", [self._target_of[lane] for lane in self._ids])
+        quiescing = [lane for lane in idle if outstanding[lane]]
+        self._quiescing |= _bits(quiescing)
+        self._free(_bits(gone.difference(quiescing)))
+        return quiescing
+
+    def restore(self, lane_id: int, target: int, outstanding: int, now: float) -> None:
+        """Reopen a lane that the store still holds items of, as it was before a restart.
+
+        A limit that was lowered meanwhile is honoured by opening nothing until lanes retire.
+        Raises InvariantError, changing nothing, if the id is taken or a number out of range.
+        """
+        if not 0 <= lane_id < LANE_IDS_MAX or self._used >> lane_id & 1:
+            raise InvariantError(f"lane {lane_id} cannot be restored: taken or out of range")
+        if not 0 <= target <= TOKENS_MAX or outstanding < 1:
+            raise InvariantError(f"lane {lane_id} cannot hold {outstanding} items up to {target}")
+        position = bisect_left(self._targets, target)
+        self._claim(lane_id, position, target)
+        self._outstanding[lane_id] = outstanding
+        self._touched[lane_id] = now
+
+    def is_quiescing(self, lane_id: int) -> bool:
+        """Whether the lane left the search list and waits for its last items."""
+        return bool(self._quiescing >> lane_id & 1)
+
+    def descending(self) -> Iterator[int]:
+        """Ids by descending target, quiescing lanes first; assign nothing while iterating."""
+        quiescing = filter(self.is_quiescing, range(self._quiescing.bit_length()))
+        yield from sorted(quiescing, key=lambda lane: (-self._target_of[lane], lane))
+        yield from reversed(self._ids)
+
+    def rows(self) -> list[LaneRow]:
+        """Every lane in use, by id."""
+        return [
+            LaneRow(lane, self._target_of[lane], self._outstanding[lane], self.is_quiescing(lane))
+            for lane in range(self._used.bit_length())
+            if self._used >> lane & 1
+        ]
+
+    def _open(self, position: int, target: int) -> None:
+        self._claim((~self._used & (self._used + 1)).bit_length() - 1, position, target)
+
+    def _claim(self, lane_id: int, position: int, target: int) -> None:
+        while len(self._target_of) <= lane_id:
+            self._target_of.append(0)
+            self._outstanding.append(0)
+            self._touched.append(0.0)
+        self._target_of[lane_id] = target
+        self._outstanding[lane_id] = 0
+        self._targets.insert(position, target)
+        self._ids.insert(position, lane_id)
+        self._used |= 1 << lane_id
+
+    def _free(self, bits: int) -> None:
+        self._used &= ~bits
+        self._quiescing &= ~bits
+        size = self._used.bit_length()
+        del self._target_of[size:], self._outstanding[size:], self._touched[size:]
+
+
+def _bits(lane_ids: Iterable[int]) -> int:
+    bits = 0
+    for lane_id in lane_ids:
+        bits |= 1 << lane_id
+    return bits

@@ -1,0 +1,204 @@
+"""Operating: the requests of `zfabric status`, `drain`, `dead`, `producers` and their like.
+
+A request is a name and a map of arguments; the answer is a plain value. Anything wrong with a
+request is a PeerError whose text goes to the person who asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zfabric import snapshot
+from zfabric.errors import PeerError
+from zfabric.fabric import Fabric, Group
+from zfabric.peers import Producer
+from zfabric.protocol import Status
+
+LIST_MAX = 1_000
+
+
+class Operations:
+    """What an operator may ask and order. `cancel` and `drain` are the dispatcher's own."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        meta: Callable[[float], dict[str, Any]],
+        drain: Callable[[float], None],
+        cancel: Callable[[Producer], None],
+        drop_producer: Callable[[Producer, float], None],
+    ) -> None:
+        self._fabric = fabric
+        self._meta = meta
+        self._drain = drain
+        self._cancel = cancel
+        self._drop_producer = drop_producer
+        self._table: dict[str, Callable[[dict[str, Any], float], Any]] = {
+            "status": self._status,
+            "shapes": self._shapes,
+            "lanes": self._lanes,
+            "workers": self._workers,
+            "events": self._events,
+            "drain": self._do_drain,
+            "pause": lambda args, now: self._pause(args, now, True),
+            "resume": lambda args, now: self._pause(args, now, False),
+            "dead.ls": self._dead_ls,
+            "dead.requeue": self._dead_requeue,
+            "dead.drop": self._dead_drop,
+            "producers.ls": self._producers_ls,
+            "producers.cancel": self._producers_cancel,
+            "producers.forget": self._producers_forget,
+        }
+
+    def request(self, op: str, args: dict[str, Any], now: float) -> Any:
+        """Carry out one request. Raises PeerError where it cannot be."""
+        handler = self._table.get(op)
+        if handler is None:
+            raise PeerError(
+                "unknown_request", f"no request {op!r}; there are {sorted(self._table)}"
+            )
+        return handler(args, now)
+
+    def _status(self, args: dict[str, Any], now: float) -> Any:
+        return {**self._meta(now), **snapshot.status(self._fabric, now)}
+
+    def _shapes(self, args: dict[str, Any], now: float) -> Any:
+        return snapshot.shapes(self._fabric, now, _count(args, "top", snapshot.TOP_ROWS_MAX))
+
+    def _lanes(self, args: dict[str, Any], now: float) -> Any:
+        return snapshot.lanes(self._fabric, self._group(args), now)
+
+    def _group(self, args: dict[str, Any]) -> Group:
+        model, wanted = args.get("model"), args.get("signature")
+        groups = [
+            g
+            for g in self._fabric.groups.values()
+            if (model is None or g.model.name == model)
+            and (wanted is None or f"{g.signature:016x}".startswith(str(wanted).lower()))
+        ]
+        if not groups:
+            raise PeerError("not_found", "no such shape; `zfabric shapes` lists them")
+        if wanted is not None and len(groups) > 1:
+            raise PeerError("ambiguous", f"{len(groups)} shapes start with {str(wanted)[:20]!r}")
+        return max(
+            groups,
+            key=lambda g: (g.model.draining.current == g.id, g.ready_tokens, g.accepted_items),
+        )
+
+    def _workers(self, args: dict[str, Any], now: float) -> Any:
+        return [snapshot.worker(self._fabric, w, now) for w in self._fabric.workers.values()]
+
+    def _events(self, args: dict[str, Any], now: float) -> Any:
+        since = _count(args, "since", 0)
+        return [e for e in self._fabric.events if e["seq"] > since]
+
+    def _do_drain(self, args: dict[str, Any], now: float) -> Any:
+        self._drain(now)
+        return {"pending_items": self._fabric.pending.items}
+
+    def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
+        model = self._fabric.models.get(_word(args, "model"))
+        if model is None:
+            known = ", ".join(self._fabric.models) or "none yet"
+            raise PeerError("not_found", f"no model {args['model']!r}; models here: {known}")
+        model.paused = paused
+        kind = "model_paused" if paused else "model_resumed"
+        self._fabric.event(kind, model.name, now, model=model.name)
+        return {"model": model.name, "paused": paused}
+
+    def _dead_ls(self, args: dict[str, Any], now: float) -> Any:
+        return [
+            {
+                "id": record.id,
+                "producer": record.producer,
+                "number": record.number,
+                "model": record.shape.model,
+                "signature": f"{record.shape.signature:016x}",
+                "length_tokens": record.length,
+                "payload_bytes": len(record.payload),
+                "reason": record.reason,
+                "attempts": record.attempts,
+                "age_s": now - record.at_s,
+            }
+            for record in list(self._fabric.dead.values())[: _count(args, "top", LIST_MAX)]
+        ]
+
+    def _chosen_dead(self, args: dict[str, Any]) -> list[int]:
+        if args.get("all") is True:
+            return list(self._fabric.dead)
+        ids = args.get("ids")
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise PeerError("malformed", "give the ids of dead records, or all")
+        missing = [i for i in ids if i not in self._fabric.dead]
+        if missing:
+            raise PeerError("not_found", f"no dead records {missing[:10]}; `zfabric dead ls`")
+        return list(dict.fromkeys(ids))
+
+    def _dead_requeue(self, args: dict[str, Any], now: float) -> Any:
+        chosen = self._chosen_dead(args)
+        for record_id in chosen:
+            self._fabric.requeue(record_id, now)
+        self._fabric.event("dead_requeued", f"{len(chosen)} items", now)
+        return {"requeued": len(chosen)}
+
+    def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
+        chosen = self._chosen_dead(args)
+        for record_id in chosen:
+            self._fabric.drop_dead(record_id)
+        self._fabric.event("dead_dropped", f"{len(chosen)} records", now)
+        return {"dropped": len(chosen)}
+
+    def _producers_ls(self, args: dict[str, Any], now: float) -> Any:
+        known = [p for p in self._fabric.producers if p is not None]
+        return [snapshot.job(p, now) for p in known[-_count(args, "top", LIST_MAX) :]]
+
+    def _named(self, args: dict[str, Any]) -> Producer:
+        index = self._fabric.producer_index.get(_word(args, "name"))
+        producer = self._fabric.producers[index] if index is not None else None
+        if producer is None:
+            raise PeerError(
+                "not_found", f"no producer {args['name']!r}; `zfabric producers ls` lists them"
+            )
+        return producer
+
+    def _producers_cancel(self, args: dict[str, Any], now: float) -> Any:
+        producer = self._named(args)
+        self._cancel(producer)
+        self._fabric.event("producer_cancelled", producer.name, now, producer=producer.name)
+        return {"name": producer.name, "outstanding": producer.outstanding}
+
+    def _producers_forget(self, args: dict[str, Any], now: float) -> Any:
+        producer = self._named(args)
+        if producer.peer is not None:
+            raise PeerError("in_use", f"{producer.name} is connected; stop it first, or cancel it")
+        waiting = producer.outstanding - len(producer.outbox)
+        if waiting and args.get("force") is not True:
+            raise PeerError(
+                "in_use",
+                f"{producer.name} has {waiting} items that have not ended; cancel it first, or "
+                "forget it with --force",
+            )
+        results = len(producer.outbox)
+        self._drop_producer(producer, now)
+        return {"name": producer.name, "dropped_results": results}
+
+
+def cancel_some(fabric: Fabric, refs: list[int], now: float, payload: bytes) -> None:
+    """End ready items as cancelled."""
+    for ref in refs:
+        fabric.end(ref, Status.CANCELLED, payload, now)
+
+
+def _count(args: dict[str, Any], name: str, default: int) -> int:
+    value = args.get(name, default)
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise PeerError("malformed", f"{name} must be a whole number")
+    return value
+
+
+def _word(args: dict[str, Any], name: str) -> str:
+    value = args.get(name)
+    if type(value) is not str or not value:
+        raise PeerError("malformed", f"{name} must be given")
+    return value

@@ -1,0 +1,79 @@
+"""The outbox: results of one producer, kept in order until it acknowledges them.
+
+Every result has a sequence number, from 1, that only grows. `sent` moves ahead as results go out
+and back to `acked` when the producer connects again; nothing is forgotten before `ack`. Sizes are
+payload bytes. It never decides whether a result may be sent; it says what would be next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class Stored(NamedTuple):
+    """One result: the producer's number, how it ended, what came out, what it is a retry of."""
+
+    number: int
+    status: int
+    payload: bytes
+    retry_of: int | None
+
+
+class Outbox:
+    """Results in sequence; `acked` < `sent` <= `last`."""
+
+    def __init__(self) -> None:
+        self._results: deque[Stored] = deque()
+        self.acked = 0
+        self.sent = 0
+        self.payload_bytes = 0
+        self.bytes_in_flight = 0
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @property
+    def last(self) -> int:
+        """Sequence number of the newest result."""
+        return self.acked + len(self._results)
+
+    def add(self, result: Stored) -> None:
+        """Keep one more result."""
+        self._results.append(result)
+        self.payload_bytes += len(result.payload)
+
+    def rewind(self) -> None:
+        """Send everything unacknowledged again: the producer has a new connection."""
+        self.sent = self.acked
+        self.bytes_in_flight = 0
+
+    def take(self, items_max: int, bytes_max: int) -> tuple[int, list[Stored]]:
+        """The next unsent results, at least one if there is any: (first sequence number, results).
+
+        At most `items_max` and, but for a single larger one, `bytes_max`.
+        """
+        start = self.sent - self.acked
+        chosen: list[Stored] = []
+        size = 0
+        for k in range(start, min(len(self._results), start + items_max)):
+            result = self._results[k]
+            size += len(result.payload)
+            if chosen and size > bytes_max:
+                size -= len(result.payload)
+                break
+            chosen.append(result)
+        first = self.sent + 1
+        self.sent += len(chosen)
+        self.bytes_in_flight += size
+        return first, chosen
+
+    def ack(self, upto: int) -> int:
+        """Free results up to sequence number `upto`, never past what was sent; returns how many."""
+        count = min(upto, self.sent) - self.acked
+        for _ in range(count):
+            size = len(self._results.popleft().payload)
+            self.payload_bytes -= size
+            self.bytes_in_flight -= size
+        self.acked += max(count, 0)
+        return max(count, 0)

@@ -1,0 +1,113 @@
+"""Packing: decides how many items of a queue make one batch, and the length they are padded to.
+
+Lengths, pad-to and budgets are whole tokens. Items are taken in arrival order and never skipped
+within a lane: what does not fit stays at the front for whoever comes next. This module must never
+reorder, look past what was peeked, filter by input length (the runtime answers `too_long`) or
+return an empty batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from zfabric.errors import InvariantError
+from zfabric.shapes import PAD_MULTIPLE_TOKENS, Contract, round_up_tokens
+
+# Lanes in a row that give a ragged batch nothing. Their targets fall by a percent or more each, so
+# that eight of them tell that the room left is too small to be worth a scan of 2,048.
+RAGGED_MISSES_MAX = 8
+
+
+class Packed(NamedTuple):
+    """A padded batch: the first `count` items, and their length in tokens once padded."""
+
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a batch
+    pad_to: int
+    # Tokens: the longest item concerned, before rounding.
+    base: int
+
+
+def pad_to_tokens(longest: int) -> int:
+    """`longest` rounded up to the pad multiple, and at least one multiple.
+
+    An engine has no tensor of width 0, so a batch of empty prompts still pays for one multiple.
+    """
+    return max(PAD_MULTIPLE_TOKENS, round_up_tokens(longest))
+
+
+def pack_strict(
+    lengths: Sequence[int], queue_items: int, longest_queued: int, contract: Contract
+) -> Packed:
+    """Pad to the longest of the whole queue, as the original system did: a closed form.
+
+    `lengths` are the items peeked from the front. Raises InvariantError if there are none.
+    """
+    if not lengths:
+        raise InvariantError("a batch needs at least one item")
+    pad_to = pad_to_tokens(longest_queued)
+    fits = contract.batch_tokens_max // pad_to
+    count = min(queue_items, len(lengths), contract.batch_items_max, fits)
+    return Packed(max(1, count), pad_to, longest_queued)
+
+
+def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
+    """Pad to the longest item really taken; stop at the first that does not fit.
+
+    `lengths` are the items peeked from the front. Raises InvariantError if there are none.
+    """
+    if not lengths:
+        raise InvariantError("a batch needs at least one item")
+    budget = contract.batch_tokens_max
+    lengths = lengths[: contract.batch_items_max]
+    longest = max(lengths)
+    pad_to = pad_to_tokens(longest)
+    if len(lengths) * pad_to <= budget:
+        return Packed(len(lengths), pad_to, longest)
+    longest = lengths[0]
+    pad_to = pad_to_tokens(longest)
+    count = 1
+    for length in lengths[1:]:
+        wider = pad_to if length <= pad_to else round_up_tokens(length)
+        if (count + 1) * wider > budget:
+            break
+        count += 1
+        pad_to = wider
+        if length > longest:
+            longest = length
+    return Packed(count, pad_to, longest)
+
+
+def pack_ragged(
+    lanes: Iterable[tuple[int, Sequence[int]]], contract: Contract
+) -> list[tuple[int, int]]:
+    """Fill a batch for an engine that does not pad: (lane id, items from its front) per lane.
+
+    `lanes` gives (lane id, lengths peeked) by descending target and is read only as far as needed.
+    The budget counts the plain sum. The first item found is taken even over the budget, so that
+    it reaches the runtime; the list is empty only if every lane was.
+    """
+    taken: list[tuple[int, int]] = []
+    places, tokens_left, misses = contract.batch_items_max, contract.batch_tokens_max, 0
+    for lane_id, lengths in lanes:
+        sums = list(accumulate(lengths[:places]))
+        count = bisect_right(sums, tokens_left)
+        if sums and not taken:
+            count = max(1, count)
+        if count:
+            taken.append((lane_id, count))
+            places -= count
+            tokens_left -= sums[count - 1]
+            misses = 0
+        elif taken:
+            misses += 1
+        if places <= 0 or tokens_left <= 0 or misses >= RAGGED_MISSES_MAX:
+            break
+    return taken
+
+
+def batch_fill(items: int, padded_tokens: int, contract: Contract) -> float:
+    """How full a batch is: the larger of its share of places and its share of tokens."""
+    return max(items / contract.batch_items_max, padded_tokens / contract.batch_tokens_max)

@@ -1,0 +1,114 @@
+"""Pending: which items are with which worker, by batch and by reference. Memory only.
+
+After a crash nothing here is needed: an item that was pending is simply ready again. Lengths are
+tokens, times seconds on the caller's monotonic clock. This module decides what is released, what
+waits and what is charged when a worker goes, and never touches a queue itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# (epoch of the connection, number of the batch on it)
+BatchId = tuple[int, int]
+
+# A worker that comes back after its lease is uncharged while its batch is remembered here; each
+# remembered batch is a few hundred bytes.
+EXPIRED_MAX = 10_000
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch that a worker took. `outstanding` and `started` hold references."""
+
+    id: BatchId
+    worker: str
+    refs: list[int]
+    lengths: dict[int, int]
+    outstanding: set[int]
+    lease_until: float
+    sent_s: float
+    solo: bool = False
+    padded_tokens: int = 0
+    started: set[int] = field(default_factory=set)
+    was_started: bool = False
+
+    def start(self, indices: Sequence[int]) -> None:
+        """Mark the items at `indices` (all of them where it is empty) as started."""
+        self.was_started = True
+        if not len(indices):
+            self.started = set(self.refs)
+        else:
+            self.started.update(self.refs[k] for k in indices if k < len(self.refs))
+
+    def in_order(self, refs: Iterable[int]) -> list[int]:
+        """`refs` in the order of the batch."""
+        chosen = set(refs)
+        return [ref for ref in self.refs if ref in chosen]
+
+
+class Parting(NamedTuple):
+    """What to do with one batch of a worker that went: free these now, let those wait."""
+
+    batch: Batch
+    free: list[int]
+    waits: bool
+
+
+class Pending:
+    """Every dispatched item that has not ended, and the batches they went out in."""
+
+    def __init__(self) -> None:
+        self.by_ref: dict[int, Batch] = {}
+        self.batches: dict[BatchId, Batch] = {}
+        self.tokens = 0
+        # batch id -> the references that its expiry charged
+        self.expired: OrderedDict[BatchId, list[int]] = OrderedDict()
+
+    @property
+    def items(self) -> int:
+        return len(self.by_ref)
+
+    def add(self, batch: Batch) -> None:
+        """Every item of `batch` is now with its worker."""
+        self.batches[batch.id] = batch
+        self.by_ref.update(dict.fromkeys(batch.refs, batch))
+        self.tokens += sum(batch.lengths.values())
+
+    def settle(self, ref: int) -> Batch | None:
+        """`ref` is no longer pending; returns the batch it was in, or None if it was in none."""
+        batch = self.by_ref.pop(ref, None)
+        if batch is None:
+            return None
+        batch.outstanding.discard(ref)
+        self.tokens -= batch.lengths[ref]
+        if not batch.outstanding:
+            self.batches.pop(batch.id, None)
+        return batch
+
+    def remember_expired(self, batch_id: BatchId, charged: list[int]) -> None:
+        """Keep who was charged, for a worker that comes back late; bounded."""
+        self.expired[batch_id] = charged
+        while len(self.expired) > EXPIRED_MAX:
+            self.expired.popitem(last=False)
+
+
+def part(batches: Sequence[Batch]) -> list[Parting]:
+    """What becomes of a lost worker's batches, given in the order they were sent.
+
+    What is not started is free at once. Started items wait, for the worker to come back or for
+    the end of the lease. Where nothing was said to be started, the word may have died with the
+    worker: then the first batch is suspect and waits whole.
+    """
+    silent = not any(batch.was_started for batch in batches)
+    partings = []
+    for k, batch in enumerate(batches):
+        if silent and k == 0:
+            partings.append(Parting(batch, [], waits=True))
+            continue
+        free = batch.in_order(batch.outstanding - batch.started)
+        partings.append(Parting(batch, free, waits=len(free) < len(batch.outstanding)))
+    return partings

@@ -1,0 +1,500 @@
+"""The store: where accepted items wait, and the only owner of cursors, boundaries and tombstones.
+
+Items rest in segments, each of one (model, signature, lane). A reference is one integer,
+`slot << 32 | entry`: the slot names a segment of this process, the entry an item in it; on the wire
+the slot is replaced by the segment's random nonce, which means the same after a restart.
+
+A queue reads in this order: items given back (in reference order), then the items between its
+cursor and its boundary. Reading is a peek: `peek` changes nothing, `commit` verifies that all it
+is about to move is where the peek saw it, and only then moves it.
+
+This is the store in memory: it loses everything with its process, and says so (`durability`).
+Its surface is the one that a store on disk offers too. Lengths are tokens, payload sizes bytes,
+times seconds on the caller's monotonic clock. It must never decide which lane or batch an item
+belongs in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sortedcontainers import SortedList
+
+from zfabric.errors import InvariantError
+
+# A full segment is dropped whole; this many entries keep one live item from pinning much.
+SEGMENT_ITEMS_MAX = 16_384
+ENTRY_BITS = 32
+ENTRY_MASK = (1 << ENTRY_BITS) - 1
+
+LIVE, TOMBSTONE = 0, 1
+
+
+class Segment:
+    """Columns of one (model, signature, lane), one entry an item, in arrival order."""
+
+    __slots__ = (
+        "boundary",
+        "cursor",
+        "deleted",
+        "done_ahead",
+        "lengths",
+        "nonce",
+        "numbers",
+        "payloads",
+        "producers",
+        "queue",
+        "shapes",
+        "slot",
+        "states",
+        "tags",
+        "targets",
+        "times",
+    )
+
+    def __init__(self, slot: int, nonce: int, queue: LaneQueue) -> None:
+        self.slot = slot
+        self.nonce = nonce
+        self.queue = queue
+        self.lengths = array("I")
+        self.targets = array("I")
+        self.tags = bytearray()
+        self.producers = array("I")
+        self.numbers = array("Q")
+        self.times = array("d")
+        self.shapes = array("I")
+        self.payloads: list[bytes | None] = []
+        self.states = bytearray()
+        self.boundary = 0
+        self.cursor = 0
+        self.deleted = 0
+        self.done_ahead = 0
+
+
+class LaneQueue:
+    """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
+
+    __slots__ = (
+        "group",
+        "lane",
+        "longest_known",
+        "model",
+        "ready_items",
+        "ready_tokens",
+        "returned",
+        "segments",
+        "signature",
+        "solo",
+        "unpublished",
+    )
+
+    def __init__(self, model: str, signature: int, group: int, lane: int) -> None:
+        self.model = model
+        self.signature = signature
+        self.group = group
+        self.lane = lane
+        self.segments: deque[Segment] = deque()
+        self.returned: SortedList[int] | None = None
+        self.solo: set[int] | None = None
+        self.ready_items = 0
+        self.ready_tokens = 0
+        self.unpublished = False
+        # The longest ready item, or None when the last longest left and nobody has asked since.
+        self.longest_known: int | None = 0
+
+
+@dataclass(slots=True)
+class Append:
+    """Items of one producer for one queue, as columns of equal length.
+
+    `targets` is each item's lane target just after it was assigned, `tags` how it was assigned,
+    `shapes` the caller's shape numbers where a queue mixes shapes (empty where it is shape-pure).
+    """
+
+    lengths: Sequence[int]
+    targets: Sequence[int]
+    tags: bytes | bytearray
+    producer: int
+    numbers: Sequence[int]
+    payloads: list[bytes]
+    shapes: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Take:
+    """What a peek saw: references and lengths in reading order, the first `returned` given back.
+
+    `solo` says that the only item of the take must have a batch to itself.
+    """
+
+    queue: LaneQueue
+    refs: list[int]
+    lengths: list[int]
+    returned: int
+    solo: bool = False
+
+    def keep(self, count: int) -> Take:
+        """The first `count` items of this take."""
+        return Take(
+            self.queue,
+            self.refs[:count],
+            self.lengths[:count],
+            min(self.returned, count),
+            self.solo,
+        )
+
+
+@dataclass(slots=True)
+class Columns:
+    """What a batch needs of its items, in batch order."""
+
+    nonces: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    tags: bytearray = field(default_factory=bytearray)
+    shapes: list[int] = field(default_factory=list)
+    payloads: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True, frozen=True)
+class Ended:
+    """What the store knew of an item that has just ended."""
+
+    queue: LaneQueue
+    producer: int
+    number: int
+    length: int
+    enqueued_s: float
+    attempts: int
+    payload: bytes
+
+
+class MemoryStore:
+    """Segments, queues and tombstones in memory."""
+
+    durability = "memory"
+
+    def __init__(self, random_u64: Callable[[], int] = lambda: secrets.randbits(64)) -> None:
+        self._random_u64 = random_u64
+        self.store_id = random_u64()
+        self._slots: dict[int, Segment] = {}
+        self._slot_of_nonce: dict[int, int] = {}
+        self._next_slot = 0
+        self._dirty: list[LaneQueue] = []
+        self.attempts: dict[int, int] = {}
+        self.items = 0
+        self.payload_bytes = 0
+
+    # -- adding -------------------------------------------------------------------------------
+
+    def open_queue(self, model: str, signature: int, group: int, lane: int) -> LaneQueue:
+        """A queue for a lane that has none."""
+        return LaneQueue(model, signature, group, lane)
+
+    def append(self, queue: LaneQueue, items: Append, now: float) -> None:
+        """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
+        segments = queue.segments
+        count = len(items.lengths)
+        if segments and len(segments[-1].states) + count <= SEGMENT_ITEMS_MAX:
+            segment = segments[-1]
+        else:
+            segment = self._new_segment(queue)
+        segment.lengths.extend(items.lengths)
+        segment.targets.extend(items.targets)
+        segment.tags.extend(items.tags)
+        segment.producers.extend((items.producer,) * count)
+        segment.numbers.extend(items.numbers)
+        segment.times.extend((now,) * count)
+        segment.payloads.extend(items.payloads)
+        segment.states.extend(bytes(count))
+        if items.shapes:
+            segment.shapes.extend(items.shapes)
+        self.items += count
+        self.payload_bytes += sum(map(len, items.payloads))
+        if not queue.unpublished:
+            queue.unpublished = True
+            self._dirty.append(queue)
+
+    def _new_segment(self, queue: LaneQueue) -> Segment:
+        slot = self._next_slot
+        self._next_slot += 1
+        nonce = self._random_u64()
+        while nonce in self._slot_of_nonce:
+            nonce = self._random_u64()
+        segment = Segment(slot, nonce, queue)
+        self._slots[slot] = segment
+        self._slot_of_nonce[nonce] = slot
+        queue.segments.append(segment)
+        return segment
+
+    def publish(self) -> list[tuple[LaneQueue, int, int]]:
+        """Move the boundary of every queue past what is stored.
+
+        Returns (queue, items, tokens) that became ready.
+        """
+        published = []
+        for queue in self._dirty:
+            items = tokens = 0
+            for segment in reversed(queue.segments):
+                fresh = len(segment.states) - segment.boundary
+                if not fresh:
+                    break
+                lengths = segment.lengths[segment.boundary :]
+                items += fresh
+                tokens += sum(lengths)
+                if queue.longest_known is not None:
+                    queue.longest_known = max(queue.longest_known, max(lengths))
+                segment.boundary += fresh
+            queue.ready_items += items
+            queue.ready_tokens += tokens
+            queue.unpublished = False
+            published.append((queue, items, tokens))
+        self._dirty.clear()
+        return published
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def peek(self, queue: LaneQueue, items_max: int) -> Take:
+        """Up to `items_max` ready items of `queue`, in reading order. Changes nothing."""
+        refs: list[int] = []
+        if queue.returned:
+            solo = queue.solo or ()
+            for ref in queue.returned.islice(0, items_max):
+                if ref in solo:
+                    if not refs:
+                        return Take(queue, [ref], [self._length(ref)], 1, solo=True)
+                    return Take(queue, refs, [self._length(r) for r in refs], len(refs))
+                refs.append(ref)
+        returned = len(refs)
+        lengths = [self._length(ref) for ref in refs]
+        for segment in queue.segments:
+            room = items_max - len(refs)
+            if room <= 0:
+                break
+            self._peek_segment(segment, room, refs, lengths)
+        return Take(queue, refs, lengths, returned)
+
+    @staticmethod
+    def _peek_segment(segment: Segment, room: int, refs: list[int], lengths: list[int]) -> None:
+        base = segment.slot << ENTRY_BITS
+        if not segment.done_ahead:
+            stop = min(segment.cursor + room, segment.boundary)
+            refs.extend(range(base + segment.cursor, base + stop))
+            lengths.extend(segment.lengths[segment.cursor : stop])
+            return
+        for entry in range(segment.cursor, segment.boundary):
+            if segment.states[entry] == LIVE:
+                refs.append(base + entry)
+                lengths.append(segment.lengths[entry])
+                room -= 1
+                if not room:
+                    return
+
+    def _length(self, ref: int) -> int:
+        return self._slots[ref >> ENTRY_BITS].lengths[ref & ENTRY_MASK]
+
+    def longest(self, queue: LaneQueue) -> int:
+        """The longest ready item of `queue`, in tokens (0 when it is empty)."""
+        if queue.longest_known is None:
+            take = self.peek_all(queue)
+            queue.longest_known = max((self._length(ref) for ref in take), default=0)
+        return queue.longest_known
+
+    def peek_all(self, queue: LaneQueue) -> list[int]:
+        """References of every ready item of `queue`, in reading order."""
+        refs = list(queue.returned or ())
+        for segment in queue.segments:
+            self._peek_segment(segment, SEGMENT_ITEMS_MAX, refs, [])
+        return refs
+
+    def oldest_s(self, queue: LaneQueue) -> float | None:
+        """When the oldest ready item of `queue` was enqueued, or None when it is empty."""
+        times = []
+        if queue.returned:
+            ref = queue.returned[0]
+            times.append(self._slots[ref >> ENTRY_BITS].times[ref & ENTRY_MASK])
+        for segment in queue.segments:
+            if segment.cursor < segment.boundary:
+                times.append(segment.times[segment.cursor])
+                break
+        return min(times, default=None)
+
+    def waiting_of(self, queue: LaneQueue, producer: int) -> list[int]:
+        """References of the ready items of `queue` that `producer` submitted."""
+        return [
+            ref
+            for ref in self.peek_all(queue)
+            if self._slots[ref >> ENTRY_BITS].producers[ref & ENTRY_MASK] == producer
+        ]
+
+    def columns(self, refs: Sequence[int]) -> Columns:
+        """What a batch of `refs` needs. Raises InvariantError where one is gone or tombstoned."""
+        out = Columns()
+        for ref in refs:
+            segment = self._slots.get(ref >> ENTRY_BITS)
+            entry = ref & ENTRY_MASK
+            if segment is None or segment.states[entry] != LIVE:
+                raise InvariantError(f"item {ref:#x} is to be read but is not live")
+            payload = segment.payloads[entry]
+            if payload is None:
+                raise InvariantError(f"item {ref:#x} is live but has no payload")
+            out.nonces.append(segment.nonce)
+            out.targets.append(segment.targets[entry])
+            out.tags.append(segment.tags[entry])
+            out.payloads.append(payload)
+            if segment.shapes:
+                out.shapes.append(segment.shapes[entry])
+        return out
+
+    def signature_of(self, slot: int) -> tuple[str, int]:
+        """(model, signature) in the header of a segment."""
+        queue = self._slots[slot].queue
+        return queue.model, queue.signature
+
+    # -- moving -------------------------------------------------------------------------------
+
+    def verify(self, take: Take) -> list[tuple[Segment, int]]:
+        """Check that everything in `take` is where the peek saw it; return the new cursors.
+
+        Raises InvariantError and changes nothing where it is not.
+        """
+        queue = take.queue
+        for k in range(take.returned):
+            if queue.returned is None or take.refs[k] != queue.returned[k]:
+                raise InvariantError(f"returned item {take.refs[k]:#x} moved under a batch")
+        cursors: dict[int, int] = {}
+        for ref in take.refs[take.returned :]:
+            slot, entry = ref >> ENTRY_BITS, ref & ENTRY_MASK
+            segment = self._slots.get(slot)
+            if segment is None or segment.queue is not queue:
+                raise InvariantError(f"segment of item {ref:#x} is gone")
+            if not cursors.get(slot, segment.cursor) <= entry < segment.boundary:
+                raise InvariantError(f"item {ref:#x} is not between cursor and boundary")
+            if segment.states[entry] != LIVE:
+                raise InvariantError(f"item {ref:#x} is already tombstoned")
+            cursors[slot] = entry + 1
+        return [(self._slots[slot], cursor) for slot, cursor in cursors.items()]
+
+    def commit(self, take: Take) -> None:
+        """Advance past `take`: verify all of it, then move. Raises InvariantError."""
+        cursors = self.verify(take)
+        queue = take.queue
+        if take.returned and queue.returned is not None:
+            del queue.returned[: take.returned]
+            if queue.solo:
+                queue.solo.difference_update(take.refs[: take.returned])
+        for segment, cursor in cursors:
+            if segment.done_ahead:
+                skipped = segment.states[segment.cursor : cursor].count(TOMBSTONE)
+                segment.done_ahead -= skipped
+            segment.cursor = cursor
+        while len(queue.segments) > 1 and self._is_read(queue.segments[0]):
+            queue.segments.popleft()
+        self._unready(queue, len(take.refs), take.lengths)
+
+    @staticmethod
+    def _is_read(segment: Segment) -> bool:
+        return segment.cursor >= len(segment.states)
+
+    @staticmethod
+    def _unready(queue: LaneQueue, items: int, lengths: Sequence[int]) -> None:
+        queue.ready_items -= items
+        queue.ready_tokens -= sum(lengths)
+        if not queue.ready_items:
+            queue.longest_known = 0
+        elif queue.longest_known is not None and max(lengths) >= queue.longest_known:
+            queue.longest_known = None
+
+    def release(self, ref: int, *, solo: bool = False) -> LaneQueue:
+        """Give a dispatched item back, ahead of its queue's cursor and in its order.
+
+        A `solo` item is handed out in a batch of its own from now on. Returns its queue.
+        """
+        segment = self._slots[ref >> ENTRY_BITS]
+        queue = segment.queue
+        length = segment.lengths[ref & ENTRY_MASK]
+        if queue.returned is None:
+            queue.returned = SortedList()
+        queue.returned.add(ref)
+        if solo:
+            if queue.solo is None:
+                queue.solo = set()
+            queue.solo.add(ref)
+        queue.ready_items += 1
+        queue.ready_tokens += length
+        if queue.longest_known is not None:
+            queue.longest_known = max(queue.longest_known, length)
+        return queue
+
+    # -- ending -------------------------------------------------------------------------------
+
+    def locate(self, nonces: Sequence[int], entries: Sequence[int]) -> list[int | None]:
+        """References of wire refs (nonce, entry): None where unknown or already tombstoned."""
+        found: list[int | None] = []
+        slot_of, slots = self._slot_of_nonce, self._slots
+        for nonce, entry in zip(nonces, entries, strict=True):
+            slot = slot_of.get(nonce)
+            segment = slots.get(slot) if slot is not None else None
+            if segment is None or entry >= segment.boundary or segment.states[entry] != LIVE:
+                found.append(None)
+            else:
+                found.append(segment.slot << ENTRY_BITS | entry)
+        return found
+
+    def describe(self, ref: int) -> Ended:
+        """What is known of a live item."""
+        segment = self._slots[ref >> ENTRY_BITS]
+        entry = ref & ENTRY_MASK
+        return Ended(
+            segment.queue,
+            segment.producers[entry],
+            segment.numbers[entry],
+            segment.lengths[entry],
+            segment.times[entry],
+            self.attempts.get(ref, 0),
+            segment.payloads[entry] or b"",
+        )
+
+    def is_waiting(self, ref: int) -> bool:
+        """Whether a live item is ready: given back, or not yet read by the cursor."""
+        segment = self._slots[ref >> ENTRY_BITS]
+        returned = segment.queue.returned
+        return (ref & ENTRY_MASK) >= segment.cursor or (returned is not None and ref in returned)
+
+    def complete(self, ref: int) -> Ended:
+        """Write the tombstone of a live item, then count it. Its result must be stored already.
+
+        Raises InvariantError where the item is tombstoned.
+        """
+        segment = self._slots.get(ref >> ENTRY_BITS)
+        entry = ref & ENTRY_MASK
+        if segment is None or segment.states[entry] != LIVE:
+            raise InvariantError(f"item {ref:#x} would be completed twice")
+        ended = self.describe(ref)
+        queue = segment.queue
+        if entry >= segment.cursor:
+            segment.done_ahead += 1
+            self._unready(queue, 1, (ended.length,))
+        elif queue.returned is not None and ref in queue.returned:
+            queue.returned.remove(ref)
+            if queue.solo:
+                queue.solo.discard(ref)
+            self._unready(queue, 1, (ended.length,))
+        segment.states[entry] = TOMBSTONE
+        segment.payloads[entry] = None
+        self.attempts.pop(ref, None)
+        segment.deleted += 1
+        self.items -= 1
+        self.payload_bytes -= len(ended.payload)
+        if segment.deleted == len(segment.states):
+            self._drop(segment)
+        return ended
+
+    def _drop(self, segment: Segment) -> None:
+        del self._slots[segment.slot]
+        del self._slot_of_nonce[segment.nonce]
+        if segment in segment.queue.segments:
+            segment.queue.segments.remove(segment)
