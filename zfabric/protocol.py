@@ -411,7 +411,7 @@ def _decode_prefix(header: bytes | None, limit: int) -> tuple[Type, bytes]:
 
 def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
     try:
-        fields = msgpack.unpackb(raw, strict_map_key=True, max_buffer_size=len(raw) or 1)
+        fields = msgpack.unpackb(raw, strict_map_key=True)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise PeerError("malformed", f"header fields cannot be read: {error!s:.80}") from None
     if type(fields) is not dict:

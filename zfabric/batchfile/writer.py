@@ -7,6 +7,7 @@ what was not comes again, to be dropped here if its row did survive.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -68,29 +69,31 @@ class BatchOutput:
         if resume and overwrite:
             raise ConfigError("--overwrite and --resume exclude each other; choose one")
         identity = InputIdentity.of(input_path)
-        output = output.resolve()
-        job = load_job(output, strict=resume)
-        if errors is None:
-            errors = Path(job.errors) if job and resume else errors_path_for(output)
-        errors = errors.resolve()
-        if len({Path(identity.path), output, errors, sidecar_path(output)}) < 4:
-            raise ConfigError("the input, output and errors files must be different files")
-        whole = output.exists() and errors.exists()
-        files = _open_both(output, errors)
-        try:
-            opened = cls(*files, Job.fresh(output, identity, errors), job.name if job else None)
+        output, had_output = output.resolve(), output.exists()
+        with ExitStack() as undo:
+            output_file = _open(output, output)
+            undo.callback(output_file.close)
+            job = load_job(output, strict=resume)
+            if errors is None:
+                errors = Path(job.errors) if job and resume else errors_path_for(output)
+            errors = errors.resolve()
+            if len({Path(identity.path), output, errors, sidecar_path(output)}) < 4:
+                raise ConfigError("the input, output and errors files must be different files")
+            same = job if resume and job and not _differs(job, identity, errors, force) else None
+            if not (had_output and errors.exists()):
+                same = None
+            errors_file = _open(errors, output)
+            undo.callback(errors_file.close)
+            fresh = Job.fresh(output, identity, errors)
+            opened = cls(output_file, errors_file, fresh, job.name if job else None)
             if overwrite:
                 opened._empty()
             elif resume:
-                same = job if job and whole and not _differs(job, identity, errors, force) else None
                 opened._resume(same, known=job is not None, retry_failed=retry_failed)
             else:
                 opened._refuse_rows()
             opened.job.save(output)
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
+            undo.pop_all()
         return opened
 
     def __enter__(self) -> Self:
@@ -247,15 +250,6 @@ def _differs(job: Job, identity: InputIdentity, errors: Path, force: bool) -> bo
             "continue all the same with --force"
         )
     return different is not None
-
-
-def _open_both(output: Path, errors: Path) -> tuple[RowFile, RowFile]:
-    first = _open(output, output)
-    try:
-        return first, _open(errors, output)
-    except BaseException:
-        first.close()
-        raise
 
 
 def _open(path: Path, output: Path) -> RowFile:
