@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
+
+import msgpack
 import pytest
 from engines import EchoEngine, ObeyingEngine, batch_of
 
@@ -31,8 +34,6 @@ def answers(engine, *payloads):
 
 
 def test_batch_survives_the_wire_unchanged():
-    import msgpack
-
     batch = batch_of(b"\x00\xff", b"", pad_to=8)
     decoder = unpacker()
     decoder.feed(msgpack.packb(run_message(7, batch)))
@@ -151,3 +152,13 @@ def test_stats_that_cannot_be_had_are_none_and_cost_no_result(stats, capfd):
 def test_stats_travel_with_the_final_result():
     (message,) = answers(Returning([OK], CacheStats(9, 4, "engine")), b"a")
     assert message[6] == (9, 4, "engine")
+
+
+def test_watching_thread_ends_the_process_when_the_lifeline_closes(monkeypatch):
+    ended = []
+    monkeypatch.setattr(engine_host.os, "_exit", ended.append)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.close()
+    engine_host._end_with(ours)
+    assert ended == [engine_host.EXIT_ORPHANED]
+    ours.close()

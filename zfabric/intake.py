@@ -110,7 +110,9 @@ class Intake:
         if message.fields["after"] > producer.upto:
             first = producer.upto + 1
             text = f"numbers after {producer.upto} are missing"
-            self._owed[producer.index] = Refusal(first, "gap", text)
+            # The refusal that made the gap says more than the gap; it is the one to answer with.
+            if self._owed[producer.index] is None:
+                self._owed[producer.index] = Refusal(first, "gap", text)
             return
         start = bisect_right(numbers, producer.upto)
         if start == len(numbers):

@@ -1,0 +1,407 @@
+"""A client's side of the conversation, without a socket: what to send, and what came of it.
+
+    closed --open--> greeting --WELCOME--> live --WHO_ARE_YOU, silence--> greeting or closed
+
+Items are held until the broker has accepted their numbers, and sent again, in order, after every
+new connection and every refusal; results are handed on once each, by sequence number. The shell
+around this (a thread, a loop, a simulation) moves frames, keeps the clock and owns the futures.
+Times are seconds on the caller's monotonic clock, lengths tokens, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from zfabric.protocol import FROM_BROKER, NUMBER_MAX, Frame, Type, decode, encode, packed, split
+from zfabric.shapes import Shape
+
+# A message carries this many items or bytes at most; larger ones gain nothing on the wire.
+MESSAGE_ITEMS = 1_024
+MESSAGE_BYTES = 1024 * 1024
+# Messages on their way without an answer; enough to fill the link while a sync is waited for.
+MESSAGES_IN_FLIGHT_MAX = 64
+HEARTBEAT_S = 1.0
+# HELLO is said again when there is no WELCOME after this long.
+GREETING_S = 1.0
+# A broker that says nothing for this long is gone: a new socket, a new HELLO.
+SILENT_S = 5.0
+# After a refusal: wait, then twice as long, up to the maximum.
+RETRY_S, RETRY_MAX_S = 0.05, 1.0
+# HELLO refused because the name is taken: the old holder may be dead and not yet known to be.
+NAME_RETRY_S = 0.5
+
+# Errors that another attempt cannot cure.
+FATAL_CODES = frozenset({"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"})
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One message's worth of items that the broker has not accepted yet."""
+
+    numbers: array[int]
+    lengths: array[int]
+    sizes: array[int]
+    shapes: array[int]
+    body: bytes
+    after: int
+
+    @property
+    def last(self) -> int:
+        return self.numbers[-1]
+
+
+@dataclass(slots=True, frozen=True)
+class Arrival:
+    """One result as it came: which number, how it ended, and what it is a retry of."""
+
+    number: int
+    status: int
+    payload: bytes
+    retry_of: int | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """What happened in one step, for the shell to act on."""
+
+    arrivals: list[Arrival] = field(default_factory=list)
+    # sequence number to acknowledge once `arrivals` are dealt with
+    seq: int = 0
+    replies: list[tuple[int, bool, Any]] = field(default_factory=list)
+    accepted: bool = False
+    welcomed: bool = False
+    # the broker came back with another store: what it had accepted is gone
+    lost: bool = False
+    # shape number of a SHAPE that was refused, with the reason
+    errors: list[tuple[str, str]] = field(default_factory=list)
+    fatal: tuple[str, str] | None = None
+    # the shell must close its socket and open a new one
+    reconnect: bool = False
+
+
+class Session:
+    """A producer's or an operator's conversation with the broker."""
+
+    def __init__(self, name: str, instance: int, role: str = "producer") -> None:
+        self.name = name
+        self.role = role
+        self._instance = instance
+        self.state = "closed"
+        self.outbound: deque[list[bytes]] = deque()
+        self.welcome: dict[str, Any] = {}
+        self.store: int | None = None
+        self.upto = 0
+        self.next_number = 1
+        self.more = False
+        self._more_sent = False
+        self._last_number = 0
+        self._messages: deque[Outgoing] = deque()
+        self._sent = 0
+        self._resume_at: float | None = None
+        self._retry_s = RETRY_S
+        self._shapes: dict[Shape, int] = {}
+        self._declared: set[int] = set()
+        self._seen_seq = 0
+        self._requests: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._next_request = 1
+        self._heard_s = 0.0
+        self._next_beat_s = 0.0
+        self._greet_at: float | None = None
+        self.last_refusal: tuple[str, str] | None = None
+
+    # -- what the shell asks ------------------------------------------------------------------
+
+    @property
+    def unaccepted_items(self) -> int:
+        """Items that wait for the broker's word."""
+        return sum(len(m.numbers) for m in self._messages)
+
+    def add(
+        self,
+        shapes: Sequence[Shape],
+        lengths: Sequence[int],
+        payloads: Sequence[bytes],
+        numbers: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Queue items; returns their numbers. `numbers` ascend beyond every earlier one, or None.
+
+        Raises ValueError for numbers that do not ascend.
+        """
+        if numbers is None:
+            numbers = range(self.next_number, self.next_number + len(payloads))
+        chosen = list(numbers)
+        if chosen and (
+            chosen[0] < self.next_number
+            or chosen[-1] > NUMBER_MAX
+            or any(b <= a for a, b in pairwise(chosen))
+        ):
+            raise ValueError(f"numbers must ascend from {self.next_number}")
+        start = size = 0
+        for k, payload in enumerate(payloads):
+            if k > start and (k - start >= MESSAGE_ITEMS or size + len(payload) > MESSAGE_BYTES):
+                self._queue(shapes[start:k], lengths[start:k], payloads[start:k], chosen[start:k])
+                start, size = k, 0
+            size += len(payload)
+        if payloads:
+            self._queue(shapes[start:], lengths[start:], payloads[start:], chosen[start:])
+            self.next_number = chosen[-1] + 1
+        return chosen
+
+    def _queue(
+        self,
+        shapes: Sequence[Shape],
+        lengths: Sequence[int],
+        payloads: Sequence[bytes],
+        numbers: Sequence[int],
+    ) -> None:
+        message = Outgoing(
+            array("Q", numbers),
+            array("I", lengths),
+            array("I", map(len, payloads)),
+            array("I", map(self._shape_number, shapes)),
+            b"".join(payloads),
+            self._last_number,
+        )
+        self._last_number = message.last
+        self._messages.append(message)
+
+    def _shape_number(self, shape: Shape) -> int:
+        number = self._shapes.get(shape)
+        if number is None:
+            number = self._shapes[shape] = len(self._shapes)
+        return number
+
+    def request(self, op: str, args: dict[str, Any] | None = None) -> int:
+        """Ask something of the broker; its reply comes with the number returned here."""
+        number = self._next_request
+        self._next_request += 1
+        self._requests[number] = (op, args or {})
+        if self.state == "live":
+            self._send_request(number)
+        return number
+
+    def _send_request(self, number: int) -> None:
+        op, args = self._requests[number]
+        self.outbound.append(encode(Type.REQUEST, {"id": number, "op": op, "args": args}))
+
+    def forget_request(self, number: int) -> None:
+        """Nobody waits for this reply any more."""
+        self._requests.pop(number, None)
+
+    def acknowledge(self, seq: int) -> None:
+        """Results up to this sequence number are safe; the broker may forget them."""
+        if self.state == "live" and seq > 0:
+            self.outbound.append(encode(Type.RESULT_ACK, {"upto": seq}))
+
+    def leave(self, reason: str = "closed") -> None:
+        """Say goodbye; what was accepted stays with the broker."""
+        if self.state == "live":
+            self.outbound.append(encode(Type.BYE, {"reason": reason}))
+        self.state = "closed"
+
+    # -- connection ---------------------------------------------------------------------------
+
+    def open(self, now: float) -> None:
+        """The shell has a fresh socket."""
+        self._heard_s = now
+        self._greet(now)
+
+    def _greet(self, now: float) -> None:
+        self.state = "greeting"
+        self.outbound.clear()
+        self._greet_at = now + GREETING_S
+        self._next_beat_s = now + HEARTBEAT_S
+        hello = {"role": self.role, "name": self.name, "instance": self._instance}
+        self.outbound.append(encode(Type.HELLO, hello))
+
+    def tick(self, now: float) -> News:
+        """Heartbeats, retries, and the judgement of a silent broker."""
+        news = News()
+        if self.state == "closed":
+            return news
+        if now - self._heard_s > SILENT_S:
+            self.state = "closed"
+            news.reconnect = True
+            return news
+        if self.state == "greeting":
+            if self._greet_at is not None and now >= self._greet_at:
+                self._greet(now)
+            return news
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + HEARTBEAT_S
+            self.outbound.append(encode(Type.HEARTBEAT))
+        if self._resume_at is not None and now >= self._resume_at:
+            self._resume_at = None
+            self._sent = 0
+        self._pump()
+        return news
+
+    def shift(self, late_s: float) -> None:
+        """This side was late by so much; the broker is not to be judged for it."""
+        self._heard_s += late_s
+
+    def wake_at(self) -> float | None:
+        """When `tick` has something to do next, or None."""
+        due = [self._heard_s + SILENT_S]
+        if self.state == "closed":
+            return None
+        if self.state == "greeting" and self._greet_at is not None:
+            due.append(self._greet_at)
+        if self.state == "live":
+            due.append(self._next_beat_s)
+            if self._resume_at is not None:
+                due.append(self._resume_at)
+        return min(due)
+
+    # -- messages in --------------------------------------------------------------------------
+
+    def receive(self, frames: Sequence[Frame], now: float) -> News:
+        """One message from the broker. Raises PeerError for one that is not the protocol."""
+        news = News()
+        message = decode(frames, FROM_BROKER)
+        self._heard_s = now
+        kind, fields = message.kind, message.fields
+        if kind is Type.WELCOME:
+            self._on_welcome(fields, news)
+        elif kind is Type.WHO_ARE_YOU:
+            if self.state == "live":
+                self._greet(now)
+        elif kind is Type.ERROR:
+            self._on_error(fields, news, now)
+        elif self.state != "live":
+            return news
+        elif kind is Type.ACCEPTED:
+            self._on_accepted(fields, news, now)
+        elif kind is Type.RESULT:
+            payloads = split(message.body, message.columns["sizes"])
+            self._on_result(fields, message.columns, payloads, news)
+        elif kind is Type.REPLY and fields["id"] in self._requests:
+            del self._requests[fields["id"]]
+            value = fields.get("value") if fields["ok"] else fields.get("text", "")
+            news.replies.append((fields["id"], fields["ok"], value))
+        self._pump()
+        return news
+
+    def _on_welcome(self, fields: dict[str, Any], news: News) -> None:
+        self.state = "live"
+        self._greet_at = None
+        self.welcome = fields
+        if self.store is not None and self.store != fields["store"]:
+            news.lost = True
+            self._seen_seq = 0
+        if self.store is None or news.lost:
+            self._seen_seq = fields.get("acked", 0)
+        self.store = fields["store"]
+        self.upto = fields.get("upto", 0)
+        self.next_number = max(self.next_number, self.upto + 1)
+        self._drop_accepted()
+        if self._messages:
+            first = self._messages[0]
+            first.after = min(first.after, self.upto)
+        self._sent = 0
+        self._resume_at = None
+        self._retry_s = RETRY_S
+        self._declared.clear()
+        self._more_sent = False
+        news.welcomed = news.accepted = True
+        for number in self._requests:
+            self._send_request(number)
+
+    def _on_error(self, fields: dict[str, Any], news: News, now: float) -> None:
+        code, text = fields["code"], fields["text"]
+        if self.state == "greeting" and code == "name_in_use":
+            self._greet_at = now + NAME_RETRY_S
+        elif code in FATAL_CODES:
+            news.fatal = (code, text)
+        news.errors.append((code, text))
+
+    def _on_accepted(self, fields: dict[str, Any], news: News, now: float) -> None:
+        if fields["upto"] > self.upto:
+            self.upto = fields["upto"]
+            self._drop_accepted()
+            news.accepted = True
+        code = fields.get("code")
+        if code is None:
+            self._retry_s = RETRY_S
+            self.last_refusal = None
+        elif self._resume_at is None:
+            if code != "gap":
+                self.last_refusal = (code, fields.get("text", ""))
+            self._resume_at = now + self._retry_s
+            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+
+    def _drop_accepted(self) -> None:
+        while self._messages and self._messages[0].last <= self.upto:
+            self._messages.popleft()
+            self._sent = max(0, self._sent - 1)
+
+    def _on_result(
+        self,
+        fields: dict[str, Any],
+        columns: dict[str, array[int]],
+        payloads: list[bytes],
+        news: News,
+    ) -> None:
+        first = fields["seq"]
+        numbers, statuses = columns["numbers"], columns["statuses"]
+        retries = fields.get("retry_of", {})
+        fresh = max(0, self._seen_seq + 1 - first)
+        for k in range(fresh, len(numbers)):
+            number = numbers[k]
+            retry_of = retries.get(str(number)) if retries else None
+            news.arrivals.append(Arrival(number, statuses[k], payloads[k], retry_of))
+        news.seq = first + len(numbers) - 1
+        self._seen_seq = max(self._seen_seq, news.seq)
+
+    # -- messages out -------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Send what may be sent: in order, a bounded number ahead of the broker's answer."""
+        if self.state != "live" or self._resume_at is not None:
+            return
+        while self._sent < min(len(self._messages), MESSAGES_IN_FLIGHT_MAX):
+            message = self._messages[self._sent]
+            self._declare(message)
+            more = self.more or self._sent + 1 < len(self._messages)
+            self._send_submit(message, more)
+            self._sent += 1
+        if self._more_sent and not self.more and not self._messages:
+            empty = Outgoing(array("Q"), array("I"), array("I"), array("I"), b"", 0)
+            self._send_submit(empty, False)
+
+    def pump(self) -> None:
+        """Send what was added, as far as it may be sent now."""
+        self._pump()
+
+    def _send_submit(self, message: Outgoing, more: bool) -> None:
+        lengths = message.lengths
+        order = sorted(range(len(lengths)), key=lengths.__getitem__) if len(lengths) > 1 else []
+        columns = [
+            packed("Q", message.numbers),
+            packed("I", lengths),
+            packed("I", message.sizes),
+            packed("I", message.shapes),
+            packed("I", order),
+        ]
+        fields = {"after": message.after, "more": more}
+        self.outbound.append(encode(Type.SUBMIT, fields, columns, message.body))
+        self._more_sent = more
+
+    def _declare(self, message: Outgoing) -> None:
+        wanted = set(message.shapes) - self._declared
+        if not wanted:
+            return
+        for shape, number in self._shapes.items():
+            if number in wanted:
+                words = struct.pack(f"<{len(shape.components)}Q", *shape.components)
+                fields = {"id": number, "model": shape.model, "components": words}
+                if shape.tokens:
+                    fields["tokens"] = list(shape.tokens)
+                self.outbound.append(encode(Type.SHAPE, fields))
+        self._declared |= wanted
