@@ -39,4 +39,4 @@ check: $(STAMP) ## style, types, import contracts, docs
 
 clean: ## remove what make has made, .venv too
 	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find zfabric tui workers tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -122,6 +122,10 @@ class Session:
         """Items that wait for the broker's word."""
         return sum(len(m.numbers) for m in self._messages)
 
+    def unaccepted_numbers(self) -> set[int]:
+        """Numbers that wait for the broker's word."""
+        return {number for m in self._messages for number in m.numbers}
+
     def add(
         self,
         shapes: Sequence[Shape],

@@ -1,0 +1,158 @@
+"""Results as callers of the SDK see them: one item's end, and many of them as they come in.
+
+No socket and no wire here: `client` fills what callers read. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zfabric.errors import ItemFailed, TimeoutExpired
+from zfabric.protocol import Status
+from zfabric.shapes import TOKENS_MAX, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One unit of work: an opaque payload, its shape, and its length in tokens.
+
+    `custom_id` comes back with the result and never leaves this process. `number` is for producers
+    that continue after a restart: item numbers ascend, and one that was accepted before is not
+    taken twice. Raises ValueError for a length that is negative or beyond 2**31 - 1.
+    """
+
+    shape: Shape
+    payload: bytes
+    length: int
+    custom_id: str | None = None
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.length) is not int or not 0 <= self.length <= TOKENS_MAX:
+            raise ValueError(f"length must be 0 to {TOKENS_MAX} tokens, not {self.length!r}")
+        if not isinstance(self.payload, bytes | bytearray | memoryview):
+            raise TypeError(f"payload must be bytes, not {type(self.payload).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one item ended.
+
+    `status` is "ok" or "too_long" (an empty completion: the item was over the contract and did not
+    run) for completions; "failed", "dead", "cancelled", "refused" or "quarantined" otherwise, and
+    then `payload` is UTF-8 JSON {"code", "message"} (see `error`). `retry_of` is the number of the
+    item that an operator requeued, or None.
+    """
+
+    number: int
+    custom_id: str | None
+    status: str
+    payload: bytes
+    retry_of: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the item ended with a completion."""
+        return self.status in ("ok", "too_long")
+
+    @property
+    def error(self) -> ItemFailed | None:
+        """Why the item has no completion, or None if it has one."""
+        if self.ok:
+            return None
+        try:
+            told = json.loads(self.payload)
+            return ItemFailed(str(told["code"]), str(told["message"]), self.payload)
+        except (ValueError, KeyError, TypeError):
+            text = self.payload[:200].decode("utf-8", "replace")
+            return ItemFailed(self.status, text, self.payload)
+
+
+def status_name(code: int) -> str:
+    """The word for a status byte."""
+    try:
+        return Status(code).name.lower()
+    except ValueError:
+        return f"status_{code}"
+
+
+class Results:
+    """Results of many items in the order in which they end; iterate once, from one thread.
+
+    `len()` is how many items there are altogether, `done` how many of them have ended.
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[Result] = deque()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self.total = 0
+        self.done = 0
+        # called from the client's thread whenever something changed
+        self.on_change: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def put(self, result: Result) -> None:
+        """The client has a result."""
+        with self._changed:
+            self._ready.append(result)
+            self.done += 1
+            self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
+
+    def fail(self, failure: BaseException) -> None:
+        """No more results will come."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
+
+    def take(self, timeout: float | None = None) -> list[Result]:
+        """What has come since the last take, waiting up to `timeout` s for at least one.
+
+        Empty when time is up. Raises what ended the client, once everything before it is taken.
+        """
+        with self._changed:
+            if not self._ready and self._failure is None and timeout != 0:
+                self._changed.wait_for(lambda: self._ready or self._failure, timeout)
+            if not self._ready and self._failure is not None:
+                raise self._failure
+            taken = list(self._ready)
+            self._ready.clear()
+            return taken
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every item has ended; whether that happened in time. Takes no result."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self.done >= self.total or self._failure is not None, timeout
+            )
+            if self._failure is not None and self.done < self.total:
+                raise self._failure
+            return done
+
+    def __iter__(self) -> Iterator[Result]:
+        yielded = 0
+        while yielded < self.total:
+            for result in self.take():
+                yielded += 1
+                yield result
+
+    def within(self, timeout: float) -> Iterator[Result]:
+        """Like iterating, but raises TimeoutExpired when nothing comes for `timeout` seconds."""
+        yielded = 0
+        while yielded < self.total:
+            taken = self.take(timeout)
+            if not taken:
+                raise TimeoutExpired(f"no result for {timeout} s; {self.total - yielded} are open")
+            for result in taken:
+                yielded += 1
+                yield result
