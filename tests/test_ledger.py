@@ -126,10 +126,16 @@ def test_ragged_batches_waste_nothing_and_count_in_the_fill() -> None:
         ([9], [9], [0], 17, 16),
         ([9, 9], [9], [0, 0], 9, 16),
         ([9, 9], [9, 9], [0], 9, 16),
+        ([9], [9], None, 9, 16),
+        ([9], None, [0], 9, 16),
     ],
 )
 def test_batch_that_contradicts_itself_books_nothing(
-    lengths: list[int], targets: list[int], tags: list[int], base: int, pad_to: int
+    lengths: list[int],
+    targets: list[int] | None,
+    tags: list[int] | None,
+    base: int,
+    pad_to: int,
 ) -> None:
     waste = Waste()
     with pytest.raises(InvariantError):
@@ -186,7 +192,8 @@ def wasting(padded: int, **parts: int) -> Waste:
         ({"forced": 2}, 1.0, "healthy"),
         ({"forced": 3}, 1.0, "capacity"),
         ({"threshold": 5, "forced": 4}, 0.9, "tolerance"),
-        ({"threshold": 5}, 0.1, "healthy"),
+        ({"threshold": 5}, 0.5, "tolerance"),
+        ({"threshold": 5}, 0.49, "healthy"),
         ({"grown": 5, "floor": 4}, 0.5, "growth"),
         ({"grown": 5, "floor": 3, "rounding": 3}, 0.1, "short prompts"),
         ({"strict": 5}, 0.1, "strict packing"),
@@ -199,9 +206,15 @@ def test_verdict_names_what_leads(parts: dict[str, int], pressure: float, said: 
 
 
 def test_verdict_blames_one_minor_shape_if_the_rest_is_healthy() -> None:
-    quiet, noisy = wasting(600, rounding=6), wasting(400, grown=200)
-    total = wasting(1_000, rounding=6, grown=200)
+    quiet, noisy = wasting(500, rounding=10), wasting(500, grown=200)
+    total = wasting(1_000, rounding=10, grown=200)
     assert verdict(total, 0.1, [quiet, noisy]) == "one noisy shape"
+
+
+def test_verdict_blames_no_single_shape_if_the_rest_is_not_healthy() -> None:
+    quiet, noisy = wasting(500, rounding=11), wasting(500, grown=200)
+    total = wasting(1_000, rounding=11, grown=200)
+    assert verdict(total, 0.1, [quiet, noisy]) == "growth"
 
 
 def test_verdict_does_not_call_the_whole_workload_a_noisy_shape() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket as sockets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -21,8 +20,6 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import zmq
-
 from zfabric.addresses import format_address, parse_address
 from zfabric.errors import (
     Backpressure,
@@ -30,13 +27,13 @@ from zfabric.errors import (
     FabricError,
     Lost,
     NameInUse,
-    PeerError,
     ProtocolError,
     Refused,
     TimeoutExpired,
     VersionMismatch,
 )
-from zfabric.results import Item, Result, Results, status_name
+from zfabric.link import Link
+from zfabric.results import Item, Reorder, Result, Results, status_name
 from zfabric.session import Arrival, News, Session
 from zfabric.shapes import check_name
 
@@ -49,7 +46,6 @@ CHUNK_ITEMS = 1_024
 CHUNK_S = 0.002
 # Results that nobody in this process asked for (their producer died and came back) that are kept.
 UNCLAIMED_MAX = 10_000
-LATE_S = 1.0
 
 Sink = Future[Result] | Results
 
@@ -89,12 +85,8 @@ class Client:
         self._streams = 0
         self._failure: FabricError | None = None
         self._closing = False
-        self.reconnects = 0
-        self._wake_r, self._wake_w = sockets.socketpair()
-        self._wake_r.setblocking(False)
-        self._wake_w.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name=f"zfabric-{self.name}", daemon=True)
-        self._thread.start()
+        self._link = Link(self.address, self._session, self._lock, self._act, self._ended)
+        self._link.start()
         self._await_welcome(timeout_s)
 
     def _await_welcome(self, timeout_s: float) -> None:
@@ -232,7 +224,7 @@ class Client:
                 self._streams -= 1
                 self._session.more = self._streams > 0
                 self._session.pump()
-            self._wake()
+            self._link.wake()
 
     def _enqueue_waiting(
         self, items: Sequence[Item], sink: Sink, until: float | None, order: Reorder | None = None
@@ -277,7 +269,7 @@ class Client:
             accepted: Future[None] = Future()
             self._awaiting.append((numbers[-1], accepted))
             self._session.pump()
-        self._wake()
+        self._link.wake()
         return accepted
 
     def _add(self, items: Sequence[Item]) -> list[int]:
@@ -304,6 +296,11 @@ class Client:
         return self._session.upto
 
     @property
+    def reconnects(self) -> int:
+        """How often a silent broker made this client take a new socket."""
+        return self._link.reconnects
+
+    @property
     def connected(self) -> bool:
         """Whether the broker has greeted this client on its present connection."""
         return self._session.state == "live"
@@ -316,7 +313,7 @@ class Client:
                 raise self._failure or ConnectError("this client is closed")
             number = self._session.request(op, args)
             self._replies[number] = reply
-        self._wake()
+        self._link.wake()
         try:
             return reply.result(timeout)
         except TimeoutError:
@@ -342,14 +339,14 @@ class Client:
             taken = list(self._unclaimed.values())
             self._unclaimed.clear()
             self._session.acknowledge(self._last_seq)
-        self._wake()
+        self._link.wake()
         return taken
 
     def acknowledge(self, seq: int) -> None:
         """With `on_results`: results up to `seq` are safe with the caller."""
         with self._lock:
             self._session.acknowledge(seq)
-        self._wake()
+        self._link.wake()
 
     def run_batch(
         self, source: str | os.PathLike[str], output: str | os.PathLike[str], **options: Any
@@ -371,98 +368,13 @@ class Client:
     def close(self, timeout_s: float = 2.0) -> None:
         """Leave. Accepted items stay with the broker; futures that are open raise ConnectError."""
         with self._lock:
-            already = self._closing
             self._closing = True
-        self._wake()
-        if not already and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s + 2.0)
-
-    # -- the thread ---------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        # A full pipe or a closed one means that the thread has enough reasons to look.
-        with contextlib.suppress(OSError):
-            self._wake_w.send(b"\0")
-
-    def _run(self) -> None:
-        context = zmq.Context()
-        link = _connect(context, self.address)
-        with self._lock:
-            self._session.open(time.monotonic())
-        try:
-            while not self._closing:
-                link = self._step(context, link)
-            self._say_goodbye(link)
-        finally:
-            link.close(0)
-            context.term()
-            self._fail_all(self._failure or ConnectError("this client is closed"))
-            self._wake_r.close()
-            self._wake_w.close()
-
-    def _step(self, context: zmq.Context[Any], link: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-        started = time.monotonic()
-        with self._lock:
-            due = self._session.wake_at()
-            writing = bool(self._session.outbound)
-        wait_s = 0.5 if due is None else min(0.5, max(0.0, due - started))
-        poller = zmq.Poller()
-        poller.register(link, zmq.POLLIN | zmq.POLLOUT if writing else zmq.POLLIN)
-        poller.register(self._wake_r.fileno(), zmq.POLLIN)
-        poller.poll(int(wait_s * 1000) + 1)
-        self._drain_wakes()
-        now = time.monotonic()
-        with self._lock:
-            if now - started > wait_s + LATE_S:
-                self._session.shift(now - started - wait_s)
-            self._receive(link, now)
-            reconnect = self._act(self._session.tick(now))
-            if not reconnect:
-                self._send(link)
-        if reconnect:
-            link.close(0)
-            link = _connect(context, self.address)
-            with self._lock:
-                self.reconnects += 1
-                self._session.open(time.monotonic())
-        return link
-
-    def _drain_wakes(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_r.recv(4096):
-                pass
-
-    def _receive(self, link: zmq.Socket[bytes], now: float) -> None:
-        for _ in range(256):
-            try:
-                frames = link.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._act(self._session.receive(frames, now))
-            except PeerError as error:
-                if error.code == "version_mismatch":
-                    self._fail(VersionMismatch(f"{self.address}: {error.text}"))
-                    return
-
-    def _send(self, link: zmq.Socket[bytes]) -> None:
-        outbound = self._session.outbound
-        while outbound:
-            try:
-                link.send_multipart(outbound[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            outbound.popleft()
-
-    def _say_goodbye(self, link: zmq.Socket[bytes]) -> None:
-        with self._lock:
-            self._session.leave()
-            self._send(link)
-        link.close(500)
+        self._link.close()
+        self._link.join(timeout_s + 2.0)
 
     # -- what happened ------------------------------------------------------------------------
 
-    def _act(self, news: News) -> bool:
+    def _act(self, news: News) -> None:
         if news.fatal is not None:
             code, text = news.fatal
             kind = VersionMismatch if code == "version_mismatch" else ProtocolError
@@ -483,7 +395,6 @@ class Client:
                     reply.set_result(value)
                 else:
                     reply.set_exception(FabricError(str(value)))
-        return news.reconnect
 
     def _accepted(self) -> None:
         while self._awaiting and self._awaiting[0][0] <= self._session.upto:
@@ -537,11 +448,13 @@ class Client:
     def _fail(self, failure: FabricError) -> None:
         self._failure = self._failure or failure
         self._closing = True
+        self._link.close()
         self._changed.notify_all()
 
-    def _fail_all(self, failure: FabricError) -> None:
+    def _ended(self) -> None:
+        """The link's thread is over: nothing that is open can still come."""
         with self._lock:
-            self._failure = self._failure or failure
+            failure = self._failure = self._failure or ConnectError("this client is closed")
             for sink, _ in self._open.values():
                 _end(sink, failure)
             self._open.clear()
@@ -550,25 +463,6 @@ class Client:
                 if not future.done():
                     future.set_exception(failure)
             self._changed.notify_all()
-
-
-class Reorder:
-    """Puts results back into the order in which their items were taken."""
-
-    def __init__(self) -> None:
-        self._wanted: deque[int] = deque()
-        self._early: dict[int, Result] = {}
-
-    def expect(self, numbers: Iterable[int]) -> None:
-        """These numbers come next."""
-        self._wanted.extend(numbers)
-
-    def push(self, results: Iterable[Result]) -> Iterator[Result]:
-        """Everything that can be handed on, now that `results` are there too."""
-        for result in results:
-            self._early[result.number] = result
-        while self._wanted and self._wanted[0] in self._early:
-            yield self._early.pop(self._wanted.popleft())
 
 
 def _chunk(source: Iterator[Item], items_max: int) -> list[Item]:
@@ -587,26 +481,3 @@ def _end(sink: Sink, failure: BaseException) -> None:
         sink.fail(failure)
     elif not sink.done():
         sink.set_exception(failure)
-
-
-def _connect(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    link: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    for option, value in (
-        (zmq.IMMEDIATE, 1),
-        (zmq.LINGER, 2_000),
-        (zmq.SNDHWM, 64),
-        (zmq.RCVHWM, 64),
-        (zmq.SNDBUF, 256 * 1024),
-        (zmq.RCVBUF, 256 * 1024),
-        (zmq.HEARTBEAT_IVL, 5_000),
-        (zmq.HEARTBEAT_TIMEOUT, 15_000),
-        (zmq.HEARTBEAT_TTL, 15_000),
-        (zmq.RECONNECT_IVL, 100),
-        (zmq.RECONNECT_IVL_MAX, 5_000),
-        (zmq.TCP_KEEPALIVE, 1),
-    ):
-        link.setsockopt(option, value)
-    if "[" in address:
-        link.setsockopt(zmq.IPV6, 1)
-    link.connect(address)
-    return link

@@ -1,44 +1,27 @@
-"""Delivery: which worker gets which batch, and what becomes of a batch when its worker does not.
+"""Delivery: who serves, what they say of their batches, and what becomes of a lost worker's.
 
-An offer is computed without touching anything. The caller sends it; only when the channel has
-taken it is it committed, and if the channel has not there is nothing to undo. Times are seconds on
-the caller's monotonic clock. This module decides; every change of an item's state is the fabric's.
+Started items wait for their worker or the end of its lease; what is not started is free at once.
+Times are seconds on the caller's monotonic clock. This module decides; every change of an item's
+state is the fabric's.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from zfabric.errors import ConfigError, InvariantError, PeerError
-from zfabric.fabric import Fabric, Group, Model
-from zfabric.packing import Packed, batch_fill, pack_ragged, pack_strict, pack_tight
+from zfabric.errors import ConfigError, PeerError
+from zfabric.fabric import Fabric
+from zfabric.groups import Model
 from zfabric.peers import Peer, Worker
 from zfabric.pending import Batch, BatchId, part
-from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, encode, packed, split
-from zfabric.shapes import Contract, Shape
-from zfabric.store import ENTRY_MASK, Columns, Take
+from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, split
+from zfabric.shapes import Contract
 
 # (peer, type, fields, columns, body)
 Send = Callable[..., None]
 # A worker that is gone and holds nothing is remembered for its last words, this many of them.
 ABSENT_WORKERS_MAX = 1_000
-
-
-@dataclass(slots=True)
-class Offer:
-    """A batch for one worker that has not been sent: frames to send, and what to commit then."""
-
-    worker: Worker
-    group: Group
-    takes: list[Take]
-    batch: Batch
-    columns: Columns
-    lengths: list[int]
-    packed: Packed | None
-    frames: list[bytes]
 
 
 class Delivery:
@@ -48,11 +31,6 @@ class Delivery:
         self._fabric = fabric
         self._send = send
         self._boot_id = boot_id
-        self.draining = False
-        # set by the intake when it had to refuse for lack of room
-        self.intake_full = False
-        # when next_offer could answer differently without any event; None is never
-        self.wake_at: float | None = None
 
     # -- coming -------------------------------------------------------------------------------
 
@@ -334,7 +312,7 @@ class Delivery:
         if worker.peer is not None:
             self._send(worker.peer, Type.REVOKE, {"epoch": batch_id[0], "n": batch_id[1]}, [b""])
 
-    # -- offering -----------------------------------------------------------------------------
+    # -- hunger ------------------------------------------------------------------------------
 
     def _list(self, worker: Worker) -> None:
         model = self._fabric.models[worker.model]
@@ -347,116 +325,6 @@ class Delivery:
 
     def _unlist(self, worker: Worker) -> None:
         self._fabric.models[worker.model].hungry.pop(worker.name, None)
-
-    def next_offer(self, now: float) -> Offer | None:
-        """The next batch to send, or None. Moves no item; may settle which shape is current."""
-        self.wake_at = None
-        if self.draining:
-            return None
-        for model in self._fabric.models.values():
-            if model.paused or not model.draining.ready_items:
-                continue
-            worker = self._next_worker(model)
-            if worker is None:
-                continue
-            choice = model.draining.choose(
-                now, pending_items=model.pending_items, intake_full=self.intake_full
-            )
-            if choice.key is not None:
-                return self._offer(worker, self._fabric.groups[choice.key], now)
-            if choice.wake_at is not None:
-                self.wake_at = min(self.wake_at or choice.wake_at, choice.wake_at)
-        return None
-
-    def _next_worker(self, model: Model) -> Worker | None:
-        while model.hungry:
-            name = next(iter(model.hungry))
-            worker = self._fabric.workers.get(name)
-            if worker is not None and worker.credit > 0:
-                return worker
-            del model.hungry[name]
-        return None
-
-    def _offer(self, worker: Worker, group: Group, now: float) -> Offer:
-        takes, padded = self._pack(worker.contract, group, now)
-        refs = [ref for take in takes for ref in take.refs]
-        lengths = [length for take in takes for length in take.lengths]
-        if not refs:
-            raise InvariantError(f"shape {group.id} counts as ready but has nothing to read")
-        self._fabric.guard(group, refs)
-        columns = self._fabric.store.columns(refs)
-        epoch = worker.peer.epoch if worker.peer else 0
-        batch = Batch(
-            id=(epoch, worker.sent + 1),
-            worker=worker.name,
-            refs=refs,
-            lengths=dict(zip(refs, lengths, strict=True)),
-            outstanding=set(refs),
-            lease_until=now + self._fabric.config.lease_s,
-            sent_s=now,
-            solo=takes[0].solo,
-        )
-        frames = _batch_frames(batch, group, columns, lengths, padded)
-        return Offer(worker, group, takes, batch, columns, lengths, padded, frames)
-
-    def _pack(
-        self, contract: Contract, group: Group, now: float
-    ) -> tuple[list[Take], Packed | None]:
-        store = self._fabric.store
-        lane = group.order.choose(now)
-        if lane is None:
-            raise InvariantError(f"shape {group.id} counts as ready but no lane of it is")
-        queue = group.queues[lane]
-        take = store.peek(queue, contract.batch_items_max)
-        if contract.ragged:
-            return (([take] if take.solo else self._pack_ragged(contract, group)), None)
-        if self._fabric.config.packing == "strict" and not take.solo:
-            longest = store.longest(queue)
-            packed_batch = pack_strict(take.lengths, queue.ready_items, longest, contract)
-        else:
-            packed_batch = pack_tight(take.lengths, contract)
-        return [take.keep(packed_batch.count)], packed_batch
-
-    def _pack_ragged(self, contract: Contract, group: Group) -> list[Take]:
-        seen: dict[int, Take] = {}
-
-        def lanes() -> Iterator[tuple[int, Sequence[int]]]:
-            for lane in group.lanes.descending() if group.lanes is not None else [0]:
-                queue = group.queues.get(lane)
-                if queue is None or not queue.ready_items:
-                    continue
-                take = self._fabric.store.peek(queue, contract.batch_items_max)
-                if take.solo and seen:
-                    continue
-                seen[lane] = take
-                yield lane, take.lengths
-                if take.solo:
-                    return
-
-        return [seen[lane].keep(count) for lane, count in pack_ragged(lanes(), contract)]
-
-    def commit(self, offer: Offer, now: float) -> None:
-        """The channel has taken the offer."""
-        worker, group, batch = offer.worker, offer.group, offer.batch
-        self._fabric.dispatch(group, offer.takes, batch, now)
-        padded_to = offer.packed.pad_to if offer.packed else None
-        real = sum(offer.lengths)
-        tokens = padded_to * len(batch.refs) if padded_to is not None else real
-        fill = batch_fill(len(batch.refs), tokens, worker.contract)
-        pad = (offer.packed.base, offer.packed.pad_to) if offer.packed else None
-        batch.padded_tokens = self._fabric.count_padding(
-            group, offer.lengths, offer.columns, pad, fill
-        )
-        worker.sent += 1
-        worker.batches += 1
-        worker.held[batch.id] = batch
-        worker.real_tokens += real
-        worker.padded_tokens += tokens
-        worker.fill_sum += fill
-        _predict(worker, group, offer)
-        hungry = self._fabric.models[worker.model].hungry
-        hungry.pop(worker.name, None)
-        self._list(worker)
 
 
 def _contract(fields: dict[str, Any]) -> Contract:
@@ -479,57 +347,3 @@ def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:
     for ref in refs:
         yield ref in seen
         seen.add(ref)
-
-
-def _describe(shape: Shape) -> dict[str, Any]:
-    packed_components = struct.pack(f"<{len(shape.components)}Q", *shape.components)
-    return {"components": packed_components, "tokens": list(shape.tokens)}
-
-
-def _batch_frames(
-    batch: Batch, group: Group, columns: Columns, lengths: Sequence[int], padded: Packed | None
-) -> list[bytes]:
-    index: list[int] = []
-    shapes = [group.shape]
-    if columns.shapes:
-        numbers = list(dict.fromkeys(columns.shapes))
-        place = {number: k for k, number in enumerate(numbers)}
-        index = [place[number] for number in columns.shapes]
-        shapes = [group.shapes[number] for number in numbers]
-    fields = {
-        "epoch": batch.id[0],
-        "n": batch.id[1],
-        "model": group.model.name,
-        "shapes": [_describe(shape) for shape in shapes],
-    }
-    if padded is not None:
-        fields["pad_to"] = padded.pad_to
-    return encode(
-        Type.BATCH,
-        fields,
-        [
-            packed("Q", columns.nonces),
-            packed("I", [ref & ENTRY_MASK for ref in batch.refs]),
-            packed("I", lengths),
-            packed("I", map(len, columns.payloads)),
-            packed("I", index),
-        ],
-        b"".join(columns.payloads),
-    )
-
-
-def _predict(worker: Worker, group: Group, offer: Offer) -> None:
-    """What a cache that holds just the last shape would hit; unknown where token counts are."""
-    if offer.columns.shapes:
-        shapes = [group.shapes[number] for number in offer.columns.shapes]
-        runs = [(s, s.signature, [n]) for s, n in zip(shapes, offer.lengths, strict=True)]
-    else:
-        runs = [(group.shape, group.signature, offer.lengths)]
-    for shape, signature, lengths in runs:
-        prefix = shape.prefix_tokens
-        if prefix is None:
-            worker.predicted_known = False
-            return
-        hits = lengths if signature == worker.last_signature else lengths[1:]
-        worker.predicted_hits_tokens += sum(min(prefix, length) for length in hits)
-        worker.last_signature = signature

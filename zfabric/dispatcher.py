@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import zfabric
 from zfabric import operate
 from zfabric.config import BrokerConfig
-from zfabric.delivery import Delivery, Offer
+from zfabric.delivery import Delivery
 from zfabric.errors import PeerError
-from zfabric.fabric import Fabric, Group, error_payload
+from zfabric.fabric import Fabric, error_payload
+from zfabric.groups import Group
 from zfabric.intake import Intake
+from zfabric.offers import Offer, Offers
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import (
     GONE,
@@ -70,6 +72,7 @@ class Dispatcher:
         self._epoch = 0
         self._intake = Intake(self.fabric, self._send)
         self._delivery = Delivery(self.fabric, self._send, boot_id)
+        self._offers = Offers(self.fabric)
         self._operations = operate.Operations(
             self.fabric, self._meta, self.drain, self._cancel, self._forget
         )
@@ -210,7 +213,7 @@ class Dispatcher:
 
     def _on_submit(self, peer: Peer, message: Message, now: float) -> None:
         self._intake.submit(self._producer(peer), message, now)
-        self._delivery.intake_full = self._intake.full
+        self._offers.intake_full = self._intake.full
 
     def _on_result_ack(self, peer: Peer, message: Message, now: float) -> None:
         self._intake.result_ack(self._producer(peer), message.fields["upto"])
@@ -315,12 +318,12 @@ class Dispatcher:
     # -- offers -------------------------------------------------------------------------------
 
     def next_offer(self, now: float) -> Offer | None:
-        """See Delivery.next_offer."""
-        return self._delivery.next_offer(now)
+        """The next batch to send, or None; moves no item."""
+        return self._offers.next(now)
 
     def commit(self, offer: Offer, now: float) -> None:
         """The channel took `offer`."""
-        self._delivery.commit(offer, now)
+        self._offers.commit(offer, now)
 
     def refused(self, offer: Offer) -> None:
         """The worker's channel is full. There is nothing to undo; its next heartbeat asks again."""
@@ -329,7 +332,7 @@ class Dispatcher:
     @property
     def wake_at(self) -> float | None:
         """When `next_offer` could answer differently without any message; None is never."""
-        return self._delivery.wake_at
+        return self._offers.wake_at
 
     # -- ending -------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ class Dispatcher:
         """Grant nothing more and take nothing more; what workers hold may finish."""
         if self.draining_since is None:
             self.draining_since = now
-            self._delivery.draining = self._intake.draining = True
+            self._offers.draining = self._intake.draining = True
             self.fabric.event("draining", f"{self.fabric.pending.items} items are pending", now)
 
     def drained(self, now: float) -> bool:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from zfabric.config import BrokerConfig
-from zfabric.draining import Draining, DrainLimits, LaneDraining
+from zfabric.draining import Draining, DrainLimits
 from zfabric.errors import InvariantError, PeerError
+from zfabric.groups import DeadRecord, Group, Model
 from zfabric.lanes import Lanes
 from zfabric.ledger import Flow, Waste
 from zfabric.outbox import Stored
@@ -37,80 +37,6 @@ DEAD_RECORDS_MAX = 100_000
 EVENTS_MAX = 2_000
 PRODUCERS_MAX = 100_000
 MODELS_MAX = 4_096
-
-
-class Group:
-    """What is drained as one: a shape, or for `--policy fifo` everything of a model."""
-
-    __slots__ = (
-        "accepted_items", "accepted_tokens", "batches", "completed_items", "id", "lanes", "model",
-        "oldest_s", "order", "outstanding", "padded_tokens", "pending_items", "queues",
-        "ready_items", "ready_tokens", "real_tokens", "shape", "shape_numbers", "shapes",
-        "signature",
-    )  # fmt: skip
-
-    def __init__(
-        self, number: int, model: Model, shape: Shape, lanes: Lanes | None, limits: DrainLimits
-    ) -> None:
-        self.id = number
-        self.model = model
-        self.shape = shape
-        self.signature = shape.signature
-        self.lanes = lanes
-        self.order = LaneDraining(limits)
-        self.queues: dict[int, LaneQueue] = {}
-        self.outstanding = 0
-        self.ready_items = 0
-        self.ready_tokens = 0
-        self.pending_items = 0
-        self.accepted_items = 0
-        self.accepted_tokens = 0
-        self.completed_items = 0
-        self.batches = 0
-        self.real_tokens = 0
-        self.padded_tokens = 0
-        # when its oldest ready item was enqueued, as of the last maintenance
-        self.oldest_s: float | None = None
-        # only where shapes are mixed: the shapes of the items, numbered
-        self.shapes: list[Shape] = []
-        self.shape_numbers: dict[Shape, int] = {}
-
-    def number_of(self, shape: Shape) -> int:
-        """The number of `shape` in a group that mixes shapes."""
-        number = self.shape_numbers.get(shape)
-        if number is None:
-            number = self.shape_numbers[shape] = len(self.shapes)
-            self.shapes.append(shape)
-        return number
-
-
-@dataclass(slots=True)
-class Model:
-    """Everything of one model: its shapes, the order they drain in, and who serves it."""
-
-    name: str
-    draining: Draining[int]
-    groups: dict[int, Group] = field(default_factory=dict)
-    # names of workers that may have room for a batch, next to be served first
-    hungry: dict[str, None] = field(default_factory=dict)
-    input_tokens_max: int | None = None
-    paused: bool = False
-    pending_items: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class DeadRecord:
-    """An item that ended without a completion and can be requeued."""
-
-    id: int
-    producer: str
-    number: int
-    shape: Shape
-    length: int
-    payload: bytes
-    reason: str
-    attempts: int
-    at_s: float
 
 
 class Fabric:
@@ -301,18 +227,20 @@ class Fabric:
 
     def publish(self, now: float) -> bool:
         """Make stored items ready; returns whether there were any."""
-        published = self.store.publish()
-        for queue, items, tokens in published:
-            self._readied(queue, items, tokens, now)
-        return bool(published)
+        sums: dict[int, tuple[int, int]] = {}
+        for queue, items, tokens in self.store.publish():
+            # An arrival never finds its lane quiescing: such a lane takes no new items.
+            self.groups[queue.group].order.added(queue.lane, items, tokens, now)
+            before = sums.get(queue.group, (0, 0))
+            sums[queue.group] = (before[0] + items, before[1] + tokens)
+        for number, (items, tokens) in sums.items():
+            self._readied(self.groups[number], items, tokens, now)
+        return bool(sums)
 
-    def _readied(self, queue: LaneQueue, items: int, tokens: int, now: float) -> None:
-        group = self.groups[queue.group]
+    @staticmethod
+    def _readied(group: Group, items: int, tokens: int, now: float) -> None:
         group.ready_items += items
         group.ready_tokens += tokens
-        group.order.added(queue.lane, items, tokens, now)
-        if group.lanes is not None and group.lanes.is_quiescing(queue.lane):
-            group.order.quiesce(queue.lane)
         group.model.draining.added(group.id, items, tokens, now)
 
     def _unreadied(
@@ -391,7 +319,10 @@ class Fabric:
             group = self.groups[queue.group]
             group.pending_items -= 1
             group.model.pending_items -= 1
-            self._readied(queue, 1, batch.lengths[ref], now)
+            group.order.added(queue.lane, 1, batch.lengths[ref], now)
+            if group.lanes is not None and group.lanes.is_quiescing(queue.lane):
+                group.order.quiesce(queue.lane)
+            self._readied(group, 1, batch.lengths[ref], now)
         self.flow.redeliveries += len(refs)
 
     # -- end ----------------------------------------------------------------------------------

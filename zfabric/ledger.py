@@ -163,9 +163,9 @@ class Waste:
         grown = 0
         by_tag = [0, 0, 0]
         arrival = 0
-        if targets is None or tags is None:
+        if targets is None and tags is None:
             arrival = items * longest - real
-        elif len(targets) == items == len(tags):
+        elif targets is not None and tags is not None and len(targets) == items == len(tags):
             for length, target, tag in zip(lengths, targets, tags, strict=True):
                 gap = longest - length
                 if longest > target:
@@ -174,7 +174,7 @@ class Waste:
                     gap -= grew
                 by_tag[tag] += gap
         else:
-            raise InvariantError(f"{items} lengths, {len(targets)} targets, {len(tags)} tags")
+            raise InvariantError(f"targets and tags do not match a batch of {items}")
         self.parts = Parts(
             rounding=self.parts.rounding + items * (pad_to - base),
             strict=self.parts.strict + items * (base - longest),

@@ -11,7 +11,8 @@ from typing import Any
 
 from zfabric import snapshot
 from zfabric.errors import PeerError
-from zfabric.fabric import Fabric, Group
+from zfabric.fabric import Fabric
+from zfabric.groups import Group
 from zfabric.peers import Producer
 from zfabric.protocol import Status
 

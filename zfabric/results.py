@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from zfabric.errors import ItemFailed, TimeoutExpired
@@ -156,3 +156,22 @@ class Results:
             for result in taken:
                 yielded += 1
                 yield result
+
+
+class Reorder:
+    """Puts results back into the order in which their items were taken."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[int] = deque()
+        self._early: dict[int, Result] = {}
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """These numbers come next."""
+        self._wanted.extend(numbers)
+
+    def push(self, results: Iterable[Result]) -> Iterator[Result]:
+        """Everything that can be handed on, now that `results` are there too."""
+        for result in results:
+            self._early[result.number] = result
+        while self._wanted and self._wanted[0] in self._early:
+            yield self._early.pop(self._wanted.popleft())

@@ -11,7 +11,8 @@ import heapq
 from typing import Any
 
 import zfabric
-from zfabric.fabric import Fabric, Group
+from zfabric.fabric import Fabric
+from zfabric.groups import Group
 from zfabric.ledger import verdict
 from zfabric.peers import Producer, Worker
 
@@ -24,8 +25,7 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
     ready = _ready(fabric)
     pending = (fabric.pending.items, fabric.pending.tokens)
     balance = fabric.flow.balance(ready, pending)
-    flow, waste = fabric.flow, fabric.waste
-    lanes = _lanes_total(fabric)
+    flow = fabric.flow
     oldest = [g.oldest_s for g in fabric.groups.values() if g.ready_items and g.oldest_s]
     return {
         "accepted_items": flow.accepted_items,
@@ -45,15 +45,7 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "failed_items": flow.failed_items,
         "cancelled_items": flow.cancelled_items,
         "refused_items": fabric.counters.get("refused_items", 0),
-        "real_tokens": waste.real_tokens,
-        "padded_tokens": waste.padded_tokens,
-        "waste_ratio": waste.waste_ratio,
-        "waste_tokens": waste.parts._asdict(),
-        "waste_verdict": verdict(waste, lanes["lane_pressure_ratio"]),
-        "batches": waste.batches,
-        "batch_fill_ratio": waste.batch_fill_ratio,
-        "cost_ratio": waste.cost_ratio,
-        **lanes,
+        **_padding(fabric),
         "shapes_active": sum(1 for g in fabric.groups.values() if g.outstanding),
         "shape_switches_total": sum(m.draining.switches_total for m in fabric.models.values()),
         "forced_switches_total": sum(
@@ -81,6 +73,21 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         },
         "durability": fabric.store.durability,
         "release": zfabric.__version__,
+    }
+
+
+def _padding(fabric: Fabric) -> dict[str, Any]:
+    waste, lanes = fabric.waste, _lanes_total(fabric)
+    return {
+        "real_tokens": waste.real_tokens,
+        "padded_tokens": waste.padded_tokens,
+        "waste_ratio": waste.waste_ratio,
+        "waste_tokens": waste.parts._asdict(),
+        "waste_verdict": verdict(waste, lanes["lane_pressure_ratio"]),
+        "batches": waste.batches,
+        "batch_fill_ratio": waste.batch_fill_ratio,
+        "cost_ratio": waste.cost_ratio,
+        **lanes,
     }
 
 

@@ -1,0 +1,89 @@
+"""Groups: what is drained as one, and the model that it belongs to. Records without rules.
+
+A group is a shape with its lanes and queues; under `--policy fifo` everything of a model is one
+group. Lengths are tokens, times seconds on the caller's monotonic clock. Only `fabric` changes
+what is in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zfabric.draining import Draining, DrainLimits, LaneDraining
+from zfabric.lanes import Lanes
+from zfabric.shapes import Shape
+from zfabric.store import LaneQueue
+
+
+class Group:
+    """What is drained as one: a shape, or for `--policy fifo` everything of a model."""
+
+    __slots__ = (
+        "accepted_items", "accepted_tokens", "batches", "completed_items", "id", "lanes", "model",
+        "oldest_s", "order", "outstanding", "padded_tokens", "pending_items", "queues",
+        "ready_items", "ready_tokens", "real_tokens", "shape", "shape_numbers", "shapes",
+        "signature",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, model: Model, shape: Shape, lanes: Lanes | None, limits: DrainLimits
+    ) -> None:
+        self.id = number
+        self.model = model
+        self.shape = shape
+        self.signature = shape.signature
+        self.lanes = lanes
+        self.order = LaneDraining(limits)
+        self.queues: dict[int, LaneQueue] = {}
+        self.outstanding = 0
+        self.ready_items = 0
+        self.ready_tokens = 0
+        self.pending_items = 0
+        self.accepted_items = 0
+        self.accepted_tokens = 0
+        self.completed_items = 0
+        self.batches = 0
+        self.real_tokens = 0
+        self.padded_tokens = 0
+        # when its oldest ready item was enqueued, as of the last maintenance
+        self.oldest_s: float | None = None
+        # only where shapes are mixed: the shapes of the items, numbered
+        self.shapes: list[Shape] = []
+        self.shape_numbers: dict[Shape, int] = {}
+
+    def number_of(self, shape: Shape) -> int:
+        """The number of `shape` in a group that mixes shapes."""
+        number = self.shape_numbers.get(shape)
+        if number is None:
+            number = self.shape_numbers[shape] = len(self.shapes)
+            self.shapes.append(shape)
+        return number
+
+
+@dataclass(slots=True)
+class Model:
+    """Everything of one model: its shapes, the order they drain in, and who serves it."""
+
+    name: str
+    draining: Draining[int]
+    groups: dict[int, Group] = field(default_factory=dict)
+    # names of workers that may have room for a batch, next to be served first
+    hungry: dict[str, None] = field(default_factory=dict)
+    input_tokens_max: int | None = None
+    paused: bool = False
+    pending_items: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class DeadRecord:
+    """An item that ended without a completion and can be requeued."""
+
+    id: int
+    producer: str
+    number: int
+    shape: Shape
+    length: int
+    payload: bytes
+    reason: str
+    attempts: int
+    at_s: float
