@@ -78,7 +78,7 @@ class Client:
         self._changed = threading.Condition(self._lock)
         self._open: dict[int, tuple[Sink, str | None]] = {}
         self._awaiting: deque[tuple[int, Future[None]]] = deque()
-        self._room: deque[Future[None]] = deque()
+        self._room: deque[tuple[int, Future[None]]] = deque()
         self._replies: dict[int, Future[Any]] = {}
         self._unclaimed: OrderedDict[int, Result] = OrderedDict()
         self._last_seq = 0
@@ -155,7 +155,7 @@ class Client:
         """
         results = Results()
         accepted: Future[None] | None = None
-        with self._stream():
+        with self.stream():
             source = iter(items)
             while chunk := list(islice(source, CHUNK_ITEMS)):
                 until = None if timeout is None else time.monotonic() + timeout
@@ -190,7 +190,7 @@ class Client:
         results = Results()
         order = Reorder() if ordered else None
         taken = 0
-        with self._stream():
+        with self.stream():
             exhausted = False
             while not exhausted:
                 room = buffersize - (results.total - taken)
@@ -212,7 +212,7 @@ class Client:
             yield from order.push(fresh) if order is not None else fresh
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
+    def stream(self) -> Iterator[None]:
         """While this is open, submits say that more is to come."""
         with self._lock:
             self._streams += 1
@@ -233,9 +233,7 @@ class Client:
             outcome = self.enqueue(items, sink, order)
             if outcome is not None:
                 return outcome
-            room: Future[None] = Future()
-            with self._lock:
-                self._room.append(room)
+            room = self.room(len(items))
             try:
                 room.result(None if until is None else max(0.0, until - time.monotonic()))
             except TimeoutError:
@@ -267,10 +265,20 @@ class Client:
             for number, item in zip(numbers, items, strict=True):
                 self._open[number] = (sink, item.custom_id)
             accepted: Future[None] = Future()
+            accepted.set_running_or_notify_cancel()
             self._awaiting.append((numbers[-1], accepted))
             self._session.pump()
         self._link.wake()
         return accepted
+
+    def room(self, items: int) -> Future[None]:
+        """Done once `enqueue` may find room for `items`."""
+        room: Future[None] = Future()
+        room.set_running_or_notify_cancel()
+        with self._lock:
+            self._room.append((items, room))
+            self._make_room()
+        return room
 
     def _add(self, items: Sequence[Item]) -> list[int]:
         explicit = [item.number for item in items if item.number is not None]
@@ -345,7 +353,8 @@ class Client:
     def acknowledge(self, seq: int) -> None:
         """With `on_results`: results up to `seq` are safe with the caller."""
         with self._lock:
-            self._session.acknowledge(seq)
+            # A broker with another store counts anew; what it has not sent cannot be acknowledged.
+            self._session.acknowledge(min(seq, self._session._seen_seq))
         self._link.wake()
 
     def run_batch(
@@ -403,7 +412,11 @@ class Client:
 
     def _deliver(self, news: News) -> None:
         if self._on_results is not None:
+            for arrival in news.arrivals:
+                self._open.pop(arrival.number, None)
             self._on_results(news.arrivals, news.seq)
+            self._make_room()
+            self._changed.notify_all()
             return
         first = news.seq - len(news.arrivals) + 1
         for k, arrival in enumerate(news.arrivals):
@@ -432,8 +445,9 @@ class Client:
         self._changed.notify_all()
 
     def _make_room(self) -> None:
-        while self._room and len(self._open) < self.buffer_items:
-            self._room.popleft().set_result(None)
+        limit, waiting = self.buffer_items, self._room
+        while waiting and (not self._open or len(self._open) + waiting[0][0] <= limit):
+            waiting.popleft()[1].set_result(None)
 
     def _lose(self) -> None:
         """The broker's store is another one: what it had accepted and not answered is gone."""
@@ -443,6 +457,7 @@ class Client:
             sink, _ = self._open.pop(number)
             _end(sink, lost)
         self._unclaimed.clear()
+        self._last_seq = 0
         self._make_room()
 
     def _fail(self, failure: FabricError) -> None:
@@ -458,7 +473,7 @@ class Client:
             for sink, _ in self._open.values():
                 _end(sink, failure)
             self._open.clear()
-            waiting = [f for _, f in self._awaiting] + list(self._room)
+            waiting = [f for _, f in self._awaiting] + [f for _, f in self._room]
             for future in (*waiting, *self._replies.values()):
                 if not future.done():
                     future.set_exception(failure)

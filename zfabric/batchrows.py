@@ -1,0 +1,78 @@
+"""Rows of a batch output that are not simply what an engine said.
+
+What an item becomes that was too long to run, how many tokens a response says it made, and how the
+row of a failure gives way to the result of a retry. Bodies are those of the OpenAI API.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Set
+from typing import Any
+
+from zfabric.batchfile import BatchOutput
+from zfabric.batchfile.lines import compact_json, parse_json
+from zfabric.batchfile.reader import CHAT, EMBEDDINGS
+from zfabric.batchfile.writer import STATUS_OK
+
+# An unescaped quote on both sides: text that a model wrote cannot look like this.
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+
+
+def completion_tokens(body: bytes) -> int | None:
+    """Tokens that a response says it generated, or None where it says nothing."""
+    start = body.rfind(b'"completion_tokens"')
+    found = _COMPLETION_TOKENS.match(body, start) if start >= 0 else None
+    return int(found[1]) if found else None
+
+
+def too_long_body(url: str, model: str, name: str) -> bytes:
+    """The empty completion of an item over the contract: it did not run, so it used no tokens."""
+    usage = {"prompt_tokens": 0, "total_tokens": 0}
+    marked: dict[str, Any] = {"model": model, "zfabric": {"too_long": True}}
+    if url == EMBEDDINGS:
+        return compact_json({"object": "list", "data": [], "usage": usage, **marked})
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    if url == CHAT:
+        kind, prefix = "chat.completion", "chatcmpl"
+        choice["message"] = {"role": "assistant", "content": "", "refusal": None}
+    else:
+        kind, prefix = "text_completion", "cmpl"
+        choice["text"] = ""
+    return compact_json(
+        {
+            "id": f"{prefix}-{name}",
+            "object": kind,
+            "created": int(time.time()),
+            "choices": [choice],
+            "usage": {**usage, "completion_tokens": 0},
+            **marked,
+        }
+    )
+
+
+def write_retried(output: BatchOutput, line: int, custom_id: str, body: bytes) -> bool:
+    """Append the result of a line whose failure has a row already; see `drop_failures`.
+
+    False if `body` is not JSON: the failure stays.
+    """
+    try:
+        response = {
+            "status_code": STATUS_OK,
+            "request_id": f"req_{output._line_id(line)}",
+            "body": parse_json(body),
+        }
+        row = compact_json(output._row(line, custom_id, response, None))
+    except ValueError:
+        return False
+    output._output.append(row)
+    output.results_total += 1
+    output.failures_total -= 1
+    return True
+
+
+def drop_failures(output: BatchOutput, custom_ids: Set[str]) -> None:
+    """Remove the failures of `custom_ids`, which have results by now, from the errors file."""
+    output.sync()
+    output._errors.rewrite(lambda row: "line" in row or row["custom_id"] not in custom_ids)

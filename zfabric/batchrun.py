@@ -1,0 +1,488 @@
+"""Running an OpenAI Batch file: lines in, one output row each, whatever dies on the way.
+
+An item's number is its line's, and the producer's name is the job's, so that a run which was killed
+finds again what it had submitted: lines up to the number that the broker has taken are adopted,
+not sent twice. A result is acknowledged only when its row is on disk. Where the broker no longer
+holds what it took (another store, a forgotten job), the job gets a new name and everything that
+is not done is sent again, read once more from the input.
+
+Memory is bounded by what is open: numbers without a row, and bytes not yet taken by the broker.
+Times are seconds, lengths tokens, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from zfabric.batchfile import (
+    LINE_BYTES_MAX,
+    BadLine,
+    BatchOutput,
+    InputIdentity,
+    Job,
+    Request,
+    read_requests,
+)
+from zfabric.batchrows import completion_tokens, replace_failure, too_long_body
+from zfabric.client import Client
+from zfabric.errors import ConfigError, ConnectError, FabricError, Lost, TimeoutExpired
+from zfabric.protocol import BROKER_NUMBERS_FROM, Status
+from zfabric.results import Item, Result, Results, status_name
+from zfabric.session import Arrival
+
+# Items open at once: far beyond what any number of cards holds, and 50 MB of numbers and ids.
+OPEN_ITEMS_MAX = 200_000
+# Bytes sent or waiting that the broker has not taken yet; a full broker stops the reading.
+UNTAKEN_BYTES_MAX = 64 * 1024 * 1024
+CHUNK_ITEMS, CHUNK_BYTES = 1_024, 1024 * 1024
+# Rows are synced, and results acknowledged, at the first of these.
+SYNC_S, SYNC_ITEMS, SYNC_BYTES = 0.2, 1_000, 4 * 1024 * 1024
+STEP_S = 0.1
+REPORT_S = 0.25
+CHECK_S = 1.0
+# A model without a worker is worth a word after this long, and again later.
+NO_WORKER_S, REMIND_S = 5.0, 60.0
+# The job's work is given up for lost when the broker has had none of it for this many checks.
+GONE_CHECKS = 3
+# ... or when it holds results that it does not send.
+STUCK_CHECKS = 15
+RENEWALS_MAX = 100
+RATE_WINDOW_S = 10.0
+DEAD_LINES_MAX = 100_000
+
+log = logging.getLogger("zfabric.batchrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is. `total` is None until known, `total_exact` once the input has been read."""
+
+    done: int
+    failed: int
+    open: int
+    total: int | None
+    total_exact: bool
+    items_per_s: float
+    output_tokens: int | None
+    output_tokens_per_s: float | None
+    eta_s: float | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a run did. `done`, `failed` and `bad` count all rows, those of earlier runs too."""
+
+    job: str
+    output: str
+    errors: str
+    lines: int = 0
+    resumed: int = 0
+    submitted: int = 0
+    adopted: int = 0
+    resubmitted: int = 0
+    done: int = 0
+    failed: int = 0
+    bad: int = 0
+    too_long: int = 0
+    duplicates: int = 0
+    output_tokens: int | None = None
+    seconds: float = 0.0
+    complete: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every line of the input has a result."""
+        return self.complete and not self.failed and not self.bad
+
+
+@dataclass(slots=True, kw_only=True)
+class Options:
+    """How a run behaves; see `run_batch`."""
+
+    broker: str | None = None
+    model: str | None = None
+    progress: Callable[[Progress], None] | None = None
+    notice: Callable[[str], None] = log.warning
+    timeout_s: float = 10.0
+    stall_timeout_s: float | None = None
+    wait_for_workers: bool = True
+    open_items_max: int = OPEN_ITEMS_MAX
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class _Open(NamedTuple):
+    """A line without a row: what its row will need."""
+
+    custom_id: str
+    url: str
+    model: str
+
+
+class _Gone(Exception):
+    """The broker no longer holds what it took of this job."""
+
+
+class _Stopped(Exception):
+    """The caller wants the run to end here."""
+
+
+def run_batch(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    errors: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    retry_failed: bool = False,
+    force: bool = False,
+    **options: Any,
+) -> Summary:
+    """Run the requests of `source` and append a row for each to `output`; returns what was done.
+
+    The file options are those of `BatchOutput.open`. The others (`Options`): `broker` address,
+    `model` that replaces every request's, `progress` and `notice` callbacks, `timeout_s` to reach
+    the broker, `stall_timeout_s` after which a run without any result ends (None: never),
+    `wait_for_workers` (False: end when nothing but models without a worker is left),
+    `open_items_max`, and an Event `stop` that ends the run early and leaves it to be resumed.
+
+    Raises ConfigError, ConnectError, StorageError (the output cannot be written), TimeoutExpired
+    (see above) and Lost (the broker keeps losing the work). After any of them the run can be
+    resumed.
+    """
+    chosen = Options(**options)
+    source_path, output_path = Path(source), Path(output)
+    InputIdentity.of(source_path)
+    # Before anything is overwritten: is there a broker at all?
+    with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s):
+        pass
+    with BatchOutput.open(
+        output_path,
+        input_path=source_path,
+        errors=None if errors is None else Path(errors),
+        resume=resume,
+        overwrite=overwrite,
+        retry_failed=retry_failed,
+        force=force,
+    ) as opened:
+        return _Run(opened, source_path, output_path, chosen).run()
+
+
+class _Run:
+    """One run. Everything but the arrival of results happens in the caller's thread."""
+
+    def __init__(
+        self, output: BatchOutput, source: Path, output_path: Path, options: Options
+    ) -> None:
+        self._output = output
+        self._source = source
+        self._output_path = output_path
+        self._options = options
+        self._summary = Summary(output.job.name, str(output_path), output.job.errors)
+        self._summary.resumed = output.results_total + output.failures_total
+        self._abandoned = [output.superseded] if output.superseded is not None else []
+        self._renewals = 0
+        self._client: Client | None = None
+        self._inbox: deque[tuple[list[Arrival], int]] = deque()
+        self._arrived = threading.Event()
+        # lines whose failure, written by this run, an operator may still have retried
+        self._dead: dict[int, _Open] = {}
+        self._replaced: set[str] = set()
+        now = time.monotonic()
+        self._started_s = self._heard_s = self._unsynced_s = now
+        self._next_check_s = self._next_report_s = now
+        self._next_word_s = now + NO_WORKER_S
+        self._meter: deque[tuple[float, int, int]] = deque()
+        self._rows = 0
+        self._total: int | None = None
+        self._total_exact = False
+        self._begin(0, None)
+
+    def _begin(self, adopt_upto: int, store: int | None) -> None:
+        """Forget everything that belongs to one name at one broker."""
+        self._adopt_upto, self._store, self._upto = adopt_upto, store, adopt_upto
+        self._open: dict[int, _Open] = {}
+        self._open_of: Counter[str] = Counter()
+        self._early: dict[int, list[tuple[int, Arrival]]] = {}
+        self._chunk: list[Item] = []
+        self._chunk_open: list[_Open] = []
+        self._untaken: deque[tuple[int, int]] = deque()
+        self._untaken_bytes = self._chunk_bytes = 0
+        self._read_upto = self._last_number = self._lines = 0
+        self._seq = self._acked_seq = self._unsynced = self._unsynced_bytes = 0
+        self._gone_checks = self._stuck_checks = 0
+        self._inbox.clear()
+
+    def run(self) -> Summary:
+        """Run to the end, to a stop or to an error; what has come is on disk in every case."""
+        try:
+            while not self._summary.complete:
+                try:
+                    self._attempt()
+                    self._summary.complete = True
+                except _Gone as gone:
+                    self._renew(str(gone))
+        except _Stopped:
+            log.info("stopped; %d items stay with the broker", len(self._open))
+        if self._replaced:
+            self._output.sync()
+            replace_failure(self._output, self._replaced)
+        self._report(time.monotonic(), last=True)
+        summary, output = self._summary, self._output
+        summary.job = output.job.name
+        summary.done, summary.failed = output.results_total, output.failures_total
+        summary.bad, summary.lines = output.bad_lines_total, self._lines
+        summary.seconds = time.monotonic() - self._started_s
+        return summary
+
+    def _attempt(self) -> None:
+        """Everything under one name. Raises _Gone when that name has come to nothing."""
+        client = self._client = self._connect()
+        try:
+            self._begin(client.accepted_upto, client.welcome["store"])
+            self._cancel_abandoned(client)
+            with client.stream(), self._source.open("rb") as stream:
+                self._read(client, stream)
+            with contextlib.suppress(FabricError):
+                client.request("expect", self._options.timeout_s, items=self._last_number)
+            while self._open:
+                self._step(STEP_S)
+            self._take()
+            self._sync()
+        except (_Stopped, TimeoutExpired):
+            self._take()
+            self._sync()
+            raise
+        finally:
+            client.close()
+
+    def _connect(self) -> Client:
+        """The job's own connection. After a loss the broker may be away for a while."""
+        while True:
+            try:
+                return Client(
+                    self._options.broker,
+                    name=self._output.job.name,
+                    timeout_s=self._options.timeout_s,
+                    on_results=self._receive,
+                )
+            except ConnectError as error:
+                if not self._renewals or self._options.stop.is_set():
+                    raise
+                self._options.notice(f"{error}; trying again")
+                self._check_stall(time.monotonic())
+
+    def _renew(self, reason: str) -> None:
+        """Take a new name, on disk first, under which what is not done can be sent again."""
+        self._renewals += 1
+        if self._renewals > RENEWALS_MAX:
+            raise Lost(f"the work was lost {RENEWALS_MAX} times ({reason}); look at the broker")
+        self._output.sync()
+        old = self._output.job
+        self._output.job = Job.fresh(self._output_path.resolve(), old.input, Path(old.errors))
+        self._output.job.save(self._output_path.resolve())
+        self._abandoned.append(old.name)
+        self._options.notice(f"{reason}: sending again what has no result")
+
+    def _cancel_abandoned(self, client: Client) -> None:
+        for name in self._abandoned:
+            for op, args in (("producers.cancel", {}), ("producers.forget", {"force": True})):
+                # It may be unknown there, or its last connection not yet be known to be dead.
+                with contextlib.suppress(FabricError):
+                    client.request(op, self._options.timeout_s, name=name, **args)
+        self._abandoned.clear()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read(self, client: Client, stream: BinaryIO) -> None:
+        limit = client.welcome.get("payload_bytes_max", LINE_BYTES_MAX)
+        size = os.fstat(stream.fileno()).st_size
+        rows = read_requests(
+            stream, model=self._options.model, line_bytes_max=min(LINE_BYTES_MAX, limit)
+        )
+        for row in rows:
+            self._read_upto = row.line_number
+            self._lines += 1
+            if isinstance(row, BadLine):
+                self._unsynced += self._output.write_bad_line(row)
+            else:
+                self._request(row, limit)
+            if len(self._chunk) >= CHUNK_ITEMS or self._chunk_bytes >= CHUNK_BYTES:
+                self._submit(client)
+            if self._lines % CHUNK_ITEMS == 0:
+                self._total = self._total_of(row.line_number, stream.tell(), size)
+                self._step(0)
+        self._submit(client)
+        self._read_upto = BROKER_NUMBERS_FROM
+        self._total, self._total_exact = self._lines, True
+        self._step(0)
+
+    def _total_of(self, lines: int, read_bytes: int, size_bytes: int) -> int | None:
+        """Lines of the whole input, judged by those read so far; what is known stays."""
+        if self._total_exact:
+            return self._total
+        return max(lines, round(lines * size_bytes / read_bytes)) if read_bytes else None
+
+    def _request(self, request: Request, payload_bytes_max: int) -> None:
+        line = request.line_number
+        known = _Open(request.custom_id, request.url, request.model)
+        if self._output.is_done(request.custom_id):
+            self._early.pop(line, None)
+        elif line <= self._adopt_upto:
+            self._opened(line, known)
+            self._summary.adopted += 1
+            for seq, arrival in self._early.pop(line, ()):
+                self._settle(arrival, seq)
+        elif len(request.payload) > payload_bytes_max:
+            text = f"{len(request.payload)} bytes; the broker takes {payload_bytes_max} at most"
+            self._unsynced += self._output.write_failure(
+                line, request.custom_id, "too_large", text
+            )
+        else:
+            item = Item(request.shape, request.payload, request.length_tokens, number=line)
+            self._chunk.append(item)
+            self._chunk_open.append(known)
+            self._chunk_bytes += len(request.payload)
+
+    def _opened(self, line: int, known: _Open) -> None:
+        self._open[line] = known
+        self._open_of[known.model] += 1
+
+    def _submit(self, client: Client) -> None:
+        """Queue the chunk, once there is room for it."""
+        if not self._chunk:
+            return
+        while not self._has_room() or client.enqueue(self._chunk, Results()) is None:
+            self._step(STEP_S)
+        for item, known in zip(self._chunk, self._chunk_open, strict=True):
+            self._last_number = item.number or 0
+            self._opened(self._last_number, known)
+        self._untaken.append((self._last_number, self._chunk_bytes))
+        self._untaken_bytes += self._chunk_bytes
+        self._summary.submitted += len(self._chunk)
+        if self._renewals:
+            self._summary.resubmitted += len(self._chunk)
+        self._chunk, self._chunk_open, self._chunk_bytes = [], [], 0
+
+    def _has_room(self) -> bool:
+        while self._untaken and self._untaken[0][0] <= self._accepted_upto():
+            self._untaken_bytes -= self._untaken.popleft()[1]
+        if not self._open:
+            return True
+        return (
+            len(self._open) + len(self._chunk) <= self._options.open_items_max
+            and self._untaken_bytes < UNTAKEN_BYTES_MAX
+        )
+
+    def _accepted_upto(self) -> int:
+        return self._client.accepted_upto if self._client is not None else 0
+
+    # -- results ------------------------------------------------------------------------------
+
+    def _receive(self, arrivals: list[Arrival], seq: int) -> None:
+        """In the client's thread. Bounded by what the broker sends without acknowledgement."""
+        self._inbox.append((arrivals, seq))
+        self._arrived.set()
+
+    def _take(self) -> None:
+        while self._inbox:
+            arrivals, seq = self._inbox.popleft()
+            self._heard_s = time.monotonic()
+            if not self._unsynced:
+                self._unsynced_s = self._heard_s
+            first = seq - len(arrivals) + 1
+            for k, arrival in enumerate(arrivals):
+                self._settle(arrival, first + k)
+                self._unsynced_bytes += len(arrival.payload)
+            self._seq = seq
+            # An empty one is a repetition: it still wants to be acknowledged.
+            self._unsynced += max(1, len(arrivals))
+
+    def _settle(self, arrival: Arrival, seq: int) -> None:
+        line = arrival.number if arrival.retry_of is None else arrival.retry_of
+        known = self._open.pop(line, None)
+        if known is None:
+            if self._read_upto < line <= self._adopt_upto:
+                self._early.setdefault(line, []).append((seq, arrival))
+            elif arrival.retry_of is not None and line in self._dead:
+                self._retried(line, arrival)
+            else:
+                self._summary.duplicates += 1
+            return
+        self._open_of[known.model] -= 1
+        if not self._open_of[known.model]:
+            del self._open_of[known.model]
+        if not self._write(line, known, arrival):
+            self._summary.duplicates += 1
+
+    def _write(self, line: int, known: _Open, arrival: Arrival) -> bool:
+        self._rows += 1
+        if arrival.status == Status.OK:
+            self._count_tokens(arrival.payload)
+            return self._output.write_result(line, known.custom_id, arrival.payload)
+        if arrival.status == Status.TOO_LONG:
+            self._summary.too_long += 1
+            body = too_long_body(known.url, known.model, f"{self._output.job.generation}-{line}")
+            return self._output.write_result(line, known.custom_id, body)
+        if arrival.status == Status.DEAD and len(self._dead) < DEAD_LINES_MAX:
+            self._dead[line] = known
+        status = status_name(arrival.status)
+        error = Result(line, None, status, arrival.payload).error
+        code, text = (error.code, error.text) if error is not None else (status, "")
+        return self._output.write_failure(line, known.custom_id, code, text)
+
+    def _retried(self, line: int, arrival: Arrival) -> None:
+        """An operator requeued a dead item whose failure this run has written already."""
+        if arrival.status not in (Status.OK, Status.TOO_LONG):
+            return
+        known = self._dead.pop(line)
+        self._replaced.add(known.custom_id)
+        replace_failure(self._output, {known.custom_id}, reopen=True)
+        self._write(line, known, arrival)
+
+    def _count_tokens(self, body: bytes) -> None:
+        tokens = completion_tokens(body)
+        if tokens is not None:
+            self._summary.output_tokens = (self._summary.output_tokens or 0) + tokens
+
+    def _sync(self) -> None:
+        """Rows to disk, then the acknowledgement of everything before the first early result."""
+        self._output.sync()
+        self._unsynced = self._unsynced_bytes = 0
+        safe = next(iter(self._early.values()))[0][0] - 1 if self._early else self._seq
+        if self._client is not None and safe > self._acked_seq:
+            self._client.acknowledge(safe)
+            self._acked_seq = safe
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def _step(self, wait_s: float) -> None:
+        """Deal with what has arrived, waiting for it if there is nothing, and with the time."""
+        if wait_s and not self._inbox:
+            self._arrived.wait(wait_s)
+        self._arrived.clear()
+        self._take()
+        now = time.monotonic()
+        if self._unsynced and (
+            self._unsynced >= SYNC_ITEMS
+            or self._unsynced_bytes >= SYNC_BYTES
+            or now - self._unsynced_s >= SYNC_S
+        ):
+            self._sync()
+        if self._options.stop.is_set():
+            raise _Stopped
+        if now >= self._next_report_s:
+            self._next_report_s = now + REPORT_S
+            self._report(now)
+        if now >= self._next_check_s:
+            self._next_check_s = now + CHECK_S
+            self._check(now)

@@ -1,0 +1,160 @@
+"""Watching a batch run: whether its work is still at the broker, and whether anybody does it.
+
+A run waits for rows that others make. `Watch` decides when waiting is in vain: the broker has
+another store or has forgotten the job (`Gone`: send it again), no worker serves a model (say so),
+nothing has come for as long as the caller would wait (TimeoutExpired). `Meter` says how fast rows
+come. Times are seconds on the monotonic clock, given by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zfabric.errors import FabricError, TimeoutExpired
+
+if TYPE_CHECKING:
+    from zfabric.client import Client
+
+CHECK_S = 1.0
+# Only when no result has come for this long is the broker asked what it still has.
+QUIET_S = 2.0
+ASK_TIMEOUT_S = 2.0
+# A model without a worker is worth a word after this long, and again later.
+NO_WORKER_S, REMIND_S = 5.0, 60.0
+# The work is gone when the broker had none of it in so many checks in a row,
+GONE_CHECKS = 3
+# or had only results that it does not send.
+STUCK_CHECKS = 15
+RATE_WINDOW_S = 10.0
+
+
+class Gone(Exception):
+    """The broker no longer holds what it took of this job."""
+
+
+class Watch:
+    """The judgement of one job at one broker, made once a second."""
+
+    def __init__(
+        self,
+        client: Client,
+        now: float,
+        notice: Callable[[str], None],
+        *,
+        stall_timeout_s: float | None,
+        wait_for_workers: bool,
+    ) -> None:
+        self._client = client
+        self._notice = notice
+        self._stall_timeout_s = stall_timeout_s
+        self._wait_for_workers = wait_for_workers
+        self._store = client.welcome["store"]
+        self._upto = client.accepted_upto
+        self._due_s = now + CHECK_S
+        self._models_due_s = now + NO_WORKER_S
+        self._connected_s = now
+        self._said: dict[str, float] = {}
+        self._gone_checks = self._stuck_checks = 0
+
+    def check(
+        self, now: float, heard_s: float, open_of: Mapping[str, int], *, settled: bool
+    ) -> None:
+        """Judge, if it is time to. `open_of` counts open items by model.
+
+        `heard_s` is when the last result came; `settled` says that everything which was sent has
+        been accepted, and everything that came acknowledged. Raises Gone or TimeoutExpired.
+        """
+        if now < self._due_s:
+            return
+        self._due_s = now + CHECK_S
+        client = self._client
+        if client.welcome["store"] != self._store:
+            raise Gone("the broker came back with another store")
+        upto = client.accepted_upto
+        if upto < self._upto:
+            raise Gone("the broker has forgotten this job")
+        self._upto = upto
+        if self._stall_timeout_s is not None and now - heard_s > self._stall_timeout_s:
+            raise TimeoutExpired(f"no result for {self._stall_timeout_s:g} s")
+        if not client.connected:
+            if now - self._connected_s > NO_WORKER_S:
+                self._say(now, f"the broker at {client.address} does not answer; still trying")
+            return
+        self._connected_s = now
+        if not open_of:
+            return
+        if now - heard_s > QUIET_S and settled:
+            self._check_gone()
+        else:
+            self._gone_checks = self._stuck_checks = 0
+        if now >= self._models_due_s:
+            self._models_due_s = now + NO_WORKER_S
+            self._check_workers(now, heard_s, open_of)
+
+    def _ask(self, op: str) -> Any:
+        """The broker's answer, or None where it does not come in time."""
+        with contextlib.suppress(TimeoutExpired):
+            return self._client.request(op, ASK_TIMEOUT_S)
+        return None
+
+    def _check_gone(self) -> None:
+        rows = self._ask("producers.ls")
+        row = next((r for r in rows or () if r["name"] == self._client.name), None)
+        if row is None:
+            return
+        waiting = row["outbox_items"]
+        held = row["accepted_items"] + row["refused_items"] - row["acked_items"] - waiting
+        self._gone_checks = self._gone_checks + 1 if held <= 0 and not waiting else 0
+        self._stuck_checks = self._stuck_checks + 1 if held <= 0 and waiting else 0
+        if self._gone_checks >= GONE_CHECKS or self._stuck_checks >= STUCK_CHECKS:
+            raise Gone("the broker has nothing left of what it took")
+
+    def _check_workers(self, now: float, heard_s: float, open_of: Mapping[str, int]) -> None:
+        status = self._ask("status")
+        if status is None:
+            return
+        rows = {row["model"]: row for row in status["models"]}
+        served = sorted(name for name, row in rows.items() if row["workers"])
+        unserved = [name for name in open_of if name not in served]
+        for name in unserved:
+            others = "workers serve " + ", ".join(served) if served else "there are no workers"
+            self._say(
+                now,
+                f"no worker serves model {name!r}; {others}. Start one (zfabric worker --model), "
+                "or run again with --model",
+            )
+        for name in open_of:
+            if name in rows and rows[name]["paused"]:
+                self._say(now, f"model {name!r} is paused; zfabric resume starts it again")
+        if len(unserved) == len(open_of) and not self._wait_for_workers:
+            if now - heard_s >= NO_WORKER_S:
+                raise TimeoutExpired(f"no worker serves {', '.join(map(repr, unserved[:5]))}")
+
+    def _say(self, now: float, text: str) -> None:
+        """Say it, but not again for a while."""
+        if now - self._said.get(text, -REMIND_S) >= REMIND_S:
+            self._said[text] = now
+            self._notice(text)
+        while len(self._said) > 100:
+            del self._said[next(iter(self._said))]
+
+
+class Meter:
+    """Rates over the last ten seconds, of two counters that only grow."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int, int]] = deque()
+
+    def add(self, now: float, rows: int, tokens: int) -> tuple[float, float]:
+        """Note both counters; (rows, tokens) a second."""
+        points = self._points
+        points.append((now, rows, tokens))
+        while now - points[0][0] > RATE_WINDOW_S and len(points) > 2:
+            points.popleft()
+        seconds = now - points[0][0]
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (rows - points[0][1]) / seconds, (tokens - points[0][2]) / seconds
