@@ -209,6 +209,10 @@ def ask(draining: Draining[str], now: float, pending: int = 0) -> Choice[str]:
     return draining.choose(now, pending_items=pending, intake_full=False)
 
 
+def test_defaults_are_those_of_the_design() -> None:
+    assert DrainLimits() == DrainLimits(20_000, 5.0, 0.2, 300.0)
+
+
 def test_start_without_more_is_not_held() -> None:
     draining: Draining[str] = Draining(PATIENT)
     draining.added("a", 1, 10, 0.0)

@@ -138,13 +138,11 @@ def test_full_segment_is_followed_by_another_in_order() -> None:
     assert lengths == sorted(lengths)
 
 
+STEPS = st.sampled_from(["append", "commit", "release", "complete", "drop"])
+
+
 @settings(max_examples=200, deadline=None)
-@given(
-    script=st.lists(
-        st.tuples(st.sampled_from(["append", "commit", "release", "complete", "drop"]), st.integers(0, 30)),
-        max_size=60,
-    )
-)  # fmt: skip
+@given(script=st.lists(st.tuples(STEPS, st.integers(0, 30)), max_size=60))
 def test_store_equals_a_plain_model(script: list[tuple[str, int]]) -> None:
     store, queue = make()
     fresh: list[int] = []

@@ -32,9 +32,10 @@ from zfabric.batchfile import (
     Request,
     read_requests,
 )
-from zfabric.batchrows import completion_tokens, replace_failure, too_long_body
+from zfabric.batchrows import completion_tokens, drop_failures, too_long_body, write_retried
+from zfabric.batchwatch import Gone, Meter, Progress, Watch
 from zfabric.client import Client
-from zfabric.errors import ConfigError, ConnectError, FabricError, Lost, TimeoutExpired
+from zfabric.errors import ConnectError, FabricError, Lost, StorageError
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
 from zfabric.results import Item, Result, Results, status_name
 from zfabric.session import Arrival
@@ -46,36 +47,15 @@ UNTAKEN_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_ITEMS, CHUNK_BYTES = 1_024, 1024 * 1024
 # Rows are synced, and results acknowledged, at the first of these.
 SYNC_S, SYNC_ITEMS, SYNC_BYTES = 0.2, 1_000, 4 * 1024 * 1024
+# Longest wait for a result before the clock is looked at.
 STEP_S = 0.1
 REPORT_S = 0.25
-CHECK_S = 1.0
-# A model without a worker is worth a word after this long, and again later.
-NO_WORKER_S, REMIND_S = 5.0, 60.0
-# The job's work is given up for lost when the broker has had none of it for this many checks.
-GONE_CHECKS = 3
-# ... or when it holds results that it does not send.
-STUCK_CHECKS = 15
+# A broker that loses the work again and again needs somebody to look at it.
 RENEWALS_MAX = 100
-RATE_WINDOW_S = 10.0
+# Dead lines of this run whose retries are recognised.
 DEAD_LINES_MAX = 100_000
 
 log = logging.getLogger("zfabric.batchrun")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is. `total` is None until known, `total_exact` once the input has been read."""
-
-    done: int
-    failed: int
-    open: int
-    total: int | None
-    total_exact: bool
-    items_per_s: float
-    output_tokens: int | None
-    output_tokens_per_s: float | None
-    eta_s: float | None
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -126,10 +106,6 @@ class _Open(NamedTuple):
     custom_id: str
     url: str
     model: str
-
-
-class _Gone(Exception):
-    """The broker no longer holds what it took of this job."""
 
 
 class _Stopped(Exception):
@@ -191,25 +167,30 @@ class _Run:
         self._summary.resumed = output.results_total + output.failures_total
         self._abandoned = [output.superseded] if output.superseded is not None else []
         self._renewals = 0
-        self._client: Client | None = None
         self._inbox: deque[tuple[list[Arrival], int]] = deque()
         self._arrived = threading.Event()
         # lines whose failure, written by this run, an operator may still have retried
         self._dead: dict[int, _Open] = {}
         self._replaced: set[str] = set()
         now = time.monotonic()
-        self._started_s = self._heard_s = self._unsynced_s = now
-        self._next_check_s = self._next_report_s = now
-        self._next_word_s = now + NO_WORKER_S
-        self._meter: deque[tuple[float, int, int]] = deque()
+        self._started_s = self._heard_s = self._unsynced_s = self._next_report_s = now
+        self._meter = Meter(now)
         self._rows = 0
         self._total: int | None = None
         self._total_exact = False
-        self._begin(0, None)
+        self._client = self._connect()
+        self._begin()
 
-    def _begin(self, adopt_upto: int, store: int | None) -> None:
+    def _begin(self) -> None:
         """Forget everything that belongs to one name at one broker."""
-        self._adopt_upto, self._store, self._upto = adopt_upto, store, adopt_upto
+        self._adopt_upto = self._client.accepted_upto
+        self._watch = Watch(
+            self._client,
+            time.monotonic(),
+            self._options.notice,
+            stall_timeout_s=self._options.stall_timeout_s,
+            wait_for_workers=self._options.wait_for_workers,
+        )
         self._open: dict[int, _Open] = {}
         self._open_of: Counter[str] = Counter()
         self._early: dict[int, list[tuple[int, Arrival]]] = {}
@@ -218,9 +199,8 @@ class _Run:
         self._untaken: deque[tuple[int, int]] = deque()
         self._untaken_bytes = self._chunk_bytes = 0
         self._read_upto = self._last_number = self._lines = 0
+        self._taken_before = self._submitted = 0
         self._seq = self._acked_seq = self._unsynced = self._unsynced_bytes = 0
-        self._gone_checks = self._stuck_checks = 0
-        self._inbox.clear()
 
     def run(self) -> Summary:
         """Run to the end, to a stop or to an error; what has come is on disk in every case."""
@@ -229,14 +209,15 @@ class _Run:
                 try:
                     self._attempt()
                     self._summary.complete = True
-                except _Gone as gone:
+                except Gone as gone:
                     self._renew(str(gone))
         except _Stopped:
             log.info("stopped; %d items stay with the broker", len(self._open))
+        finally:
+            self._client.close()
         if self._replaced:
-            self._output.sync()
-            replace_failure(self._output, self._replaced)
-        self._report(time.monotonic(), last=True)
+            drop_failures(self._output, self._replaced)
+        self._report(time.monotonic())
         summary, output = self._summary, self._output
         summary.job = output.job.name
         summary.done, summary.failed = output.results_total, output.failures_total
@@ -245,25 +226,28 @@ class _Run:
         return summary
 
     def _attempt(self) -> None:
-        """Everything under one name. Raises _Gone when that name has come to nothing."""
-        client = self._client = self._connect()
+        """Everything under one name. Raises Gone when that name has come to nothing."""
         try:
-            self._begin(client.accepted_upto, client.welcome["store"])
-            self._cancel_abandoned(client)
-            with client.stream(), self._source.open("rb") as stream:
-                self._read(client, stream)
-            with contextlib.suppress(FabricError):
-                client.request("expect", self._options.timeout_s, items=self._last_number)
+            self._cancel_abandoned()
+            with self._client.stream(), self._source.open("rb") as stream:
+                self._read(stream)
+            self._tell_total()
             while self._open:
                 self._step(STEP_S)
-            self._take()
-            self._sync()
-        except (_Stopped, TimeoutExpired):
+        except StorageError:
+            raise
+        except (Gone, _Stopped, FabricError):
             self._take()
             self._sync()
             raise
-        finally:
-            client.close()
+        self._take()
+        self._sync()
+
+    def _tell_total(self) -> None:
+        """How many items there will be of this name altogether, for those who watch the broker."""
+        items = self._taken_before + self._submitted
+        with contextlib.suppress(FabricError):
+            self._client.request("expect", self._options.timeout_s, items=items)
 
     def _connect(self) -> Client:
         """The job's own connection. After a loss the broker may be away for a while."""
@@ -279,7 +263,6 @@ class _Run:
                 if not self._renewals or self._options.stop.is_set():
                     raise
                 self._options.notice(f"{error}; trying again")
-                self._check_stall(time.monotonic())
 
     def _renew(self, reason: str) -> None:
         """Take a new name, on disk first, under which what is not done can be sent again."""
@@ -292,19 +275,23 @@ class _Run:
         self._output.job.save(self._output_path.resolve())
         self._abandoned.append(old.name)
         self._options.notice(f"{reason}: sending again what has no result")
+        self._client.close()
+        self._inbox.clear()
+        self._client = self._connect()
+        self._begin()
 
-    def _cancel_abandoned(self, client: Client) -> None:
+    def _cancel_abandoned(self) -> None:
         for name in self._abandoned:
             for op, args in (("producers.cancel", {}), ("producers.forget", {"force": True})):
                 # It may be unknown there, or its last connection not yet be known to be dead.
                 with contextlib.suppress(FabricError):
-                    client.request(op, self._options.timeout_s, name=name, **args)
+                    self._client.request(op, self._options.timeout_s, name=name, **args)
         self._abandoned.clear()
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _read(self, client: Client, stream: BinaryIO) -> None:
-        limit = client.welcome.get("payload_bytes_max", LINE_BYTES_MAX)
+    def _read(self, stream: BinaryIO) -> None:
+        limit = self._client.welcome.get("payload_bytes_max", LINE_BYTES_MAX)
         size = os.fstat(stream.fileno()).st_size
         rows = read_requests(
             stream, model=self._options.model, line_bytes_max=min(LINE_BYTES_MAX, limit)
@@ -317,11 +304,11 @@ class _Run:
             else:
                 self._request(row, limit)
             if len(self._chunk) >= CHUNK_ITEMS or self._chunk_bytes >= CHUNK_BYTES:
-                self._submit(client)
+                self._submit()
             if self._lines % CHUNK_ITEMS == 0:
                 self._total = self._total_of(row.line_number, stream.tell(), size)
                 self._step(0)
-        self._submit(client)
+        self._submit()
         self._read_upto = BROKER_NUMBERS_FROM
         self._total, self._total_exact = self._lines, True
         self._step(0)
@@ -335,6 +322,7 @@ class _Run:
     def _request(self, request: Request, payload_bytes_max: int) -> None:
         line = request.line_number
         known = _Open(request.custom_id, request.url, request.model)
+        self._taken_before += line <= self._adopt_upto
         if self._output.is_done(request.custom_id):
             self._early.pop(line, None)
         elif line <= self._adopt_upto:
@@ -344,9 +332,7 @@ class _Run:
                 self._settle(arrival, seq)
         elif len(request.payload) > payload_bytes_max:
             text = f"{len(request.payload)} bytes; the broker takes {payload_bytes_max} at most"
-            self._unsynced += self._output.write_failure(
-                line, request.custom_id, "too_large", text
-            )
+            self._unsynced += self._output.write_failure(line, request.custom_id, "too_large", text)
         else:
             item = Item(request.shape, request.payload, request.length_tokens, number=line)
             self._chunk.append(item)
@@ -357,25 +343,25 @@ class _Run:
         self._open[line] = known
         self._open_of[known.model] += 1
 
-    def _submit(self, client: Client) -> None:
+    def _submit(self) -> None:
         """Queue the chunk, once there is room for it."""
         if not self._chunk:
             return
-        while not self._has_room() or client.enqueue(self._chunk, Results()) is None:
+        while not self._has_room() or self._client.enqueue(self._chunk, Results()) is None:
             self._step(STEP_S)
         for item, known in zip(self._chunk, self._chunk_open, strict=True):
             self._last_number = item.number or 0
             self._opened(self._last_number, known)
         self._untaken.append((self._last_number, self._chunk_bytes))
         self._untaken_bytes += self._chunk_bytes
+        self._submitted += len(self._chunk)
         self._summary.submitted += len(self._chunk)
         if self._renewals:
             self._summary.resubmitted += len(self._chunk)
         self._chunk, self._chunk_open, self._chunk_bytes = [], [], 0
 
     def _has_room(self) -> bool:
-        while self._untaken and self._untaken[0][0] <= self._accepted_upto():
-            self._untaken_bytes -= self._untaken.popleft()[1]
+        self._forget_taken()
         if not self._open:
             return True
         return (
@@ -383,8 +369,10 @@ class _Run:
             and self._untaken_bytes < UNTAKEN_BYTES_MAX
         )
 
-    def _accepted_upto(self) -> int:
-        return self._client.accepted_upto if self._client is not None else 0
+    def _forget_taken(self) -> None:
+        upto = self._client.accepted_upto
+        while self._untaken and self._untaken[0][0] <= upto:
+            self._untaken_bytes -= self._untaken.popleft()[1]
 
     # -- results ------------------------------------------------------------------------------
 
@@ -395,7 +383,7 @@ class _Run:
 
     def _take(self) -> None:
         while self._inbox:
-            arrivals, seq = self._inbox.popleft()
+            arrivals, seq = self._inbox[0]
             self._heard_s = time.monotonic()
             if not self._unsynced:
                 self._unsynced_s = self._heard_s
@@ -406,6 +394,7 @@ class _Run:
             self._seq = seq
             # An empty one is a repetition: it still wants to be acknowledged.
             self._unsynced += max(1, len(arrivals))
+            self._inbox.popleft()
 
     def _settle(self, arrival: Arrival, seq: int) -> None:
         line = arrival.number if arrival.retry_of is None else arrival.retry_of
@@ -430,9 +419,7 @@ class _Run:
             self._count_tokens(arrival.payload)
             return self._output.write_result(line, known.custom_id, arrival.payload)
         if arrival.status == Status.TOO_LONG:
-            self._summary.too_long += 1
-            body = too_long_body(known.url, known.model, f"{self._output.job.generation}-{line}")
-            return self._output.write_result(line, known.custom_id, body)
+            return self._output.write_result(line, known.custom_id, self._too_long(line, known))
         if arrival.status == Status.DEAD and len(self._dead) < DEAD_LINES_MAX:
             self._dead[line] = known
         status = status_name(arrival.status)
@@ -444,10 +431,16 @@ class _Run:
         """An operator requeued a dead item whose failure this run has written already."""
         if arrival.status not in (Status.OK, Status.TOO_LONG):
             return
-        known = self._dead.pop(line)
-        self._replaced.add(known.custom_id)
-        replace_failure(self._output, {known.custom_id}, reopen=True)
-        self._write(line, known, arrival)
+        known, body = self._dead[line], arrival.payload
+        if arrival.status == Status.TOO_LONG:
+            body = self._too_long(line, known)
+        if write_retried(self._output, line, known.custom_id, body):
+            del self._dead[line]
+            self._replaced.add(known.custom_id)
+
+    def _too_long(self, line: int, known: _Open) -> bytes:
+        self._summary.too_long += 1
+        return too_long_body(known.url, known.model, f"{self._output.job.generation}-{line}")
 
     def _count_tokens(self, body: bytes) -> None:
         tokens = completion_tokens(body)
@@ -459,7 +452,7 @@ class _Run:
         self._output.sync()
         self._unsynced = self._unsynced_bytes = 0
         safe = next(iter(self._early.values()))[0][0] - 1 if self._early else self._seq
-        if self._client is not None and safe > self._acked_seq:
+        if safe > self._acked_seq:
             self._client.acknowledge(safe)
             self._acked_seq = safe
 
@@ -483,6 +476,24 @@ class _Run:
         if now >= self._next_report_s:
             self._next_report_s = now + REPORT_S
             self._report(now)
-        if now >= self._next_check_s:
-            self._next_check_s = now + CHECK_S
-            self._check(now)
+        self._forget_taken()
+        settled = not (self._untaken or self._unsynced or self._inbox)
+        self._watch.check(now, self._heard_s, self._open_of, settled=settled)
+
+    def _report(self, now: float) -> None:
+        if self._options.progress is None:
+            return
+        output, tokens = self._output, self._summary.output_tokens
+        failed = output.failures_total + output.bad_lines_total
+        self._options.progress(
+            self._meter.progress(
+                now,
+                self._rows,
+                tokens,
+                done=output.results_total + failed,
+                failed=failed,
+                open=len(self._open),
+                total=self._total,
+                total_exact=self._total_exact,
+            )
+        )

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zfabric.errors import FabricError, TimeoutExpired
+from zfabric.errors import TimeoutExpired
 
 if TYPE_CHECKING:
     from zfabric.client import Client
@@ -142,19 +143,59 @@ class Watch:
             del self._said[next(iter(self._said))]
 
 
-class Meter:
-    """Rates over the last ten seconds, of two counters that only grow."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is. `total` is None until known, `total_exact` once the input has been read."""
 
-    def __init__(self) -> None:
+    done: int
+    failed: int
+    open: int
+    total: int | None
+    total_exact: bool
+    items_per_s: float
+    output_tokens: int | None
+    output_tokens_per_s: float | None
+    eta_s: float | None
+    seconds: float
+
+
+class Meter:
+    """Rates over the last ten seconds, of counters that only grow."""
+
+    def __init__(self, now: float) -> None:
+        self._started_s = now
         self._points: deque[tuple[float, int, int]] = deque()
 
-    def add(self, now: float, rows: int, tokens: int) -> tuple[float, float]:
-        """Note both counters; (rows, tokens) a second."""
+    def progress(
+        self,
+        now: float,
+        rows: int,
+        tokens: int | None,
+        *,
+        done: int,
+        failed: int,
+        open: int,
+        total: int | None,
+        total_exact: bool,
+    ) -> Progress:
+        """Note the counters of this run (`rows`, output `tokens`), and say how far it is."""
         points = self._points
-        points.append((now, rows, tokens))
+        points.append((now, rows, tokens or 0))
         while now - points[0][0] > RATE_WINDOW_S and len(points) > 2:
             points.popleft()
         seconds = now - points[0][0]
-        if seconds <= 0:
-            return 0.0, 0.0
-        return (rows - points[0][1]) / seconds, (tokens - points[0][2]) / seconds
+        rate = (rows - points[0][1]) / seconds if seconds > 0 else 0.0
+        tokens_rate = ((tokens or 0) - points[0][2]) / seconds if seconds > 0 else 0.0
+        left = None if total is None else max(0, total - done)
+        return Progress(
+            done=done,
+            failed=failed,
+            open=open,
+            total=total,
+            total_exact=total_exact,
+            items_per_s=rate,
+            output_tokens=tokens,
+            output_tokens_per_s=None if tokens is None else tokens_rate,
+            eta_s=left / rate if left is not None and rate > 0 else None,
+            seconds=now - self._started_s,
+        )

@@ -405,7 +405,7 @@ class MemoryStore:
         queue.ready_tokens -= sum(lengths)
         if not queue.ready_items:
             queue.longest_known = 0
-        elif queue.longest_known is not None and max(lengths) >= queue.longest_known:
+        elif queue.longest_known is not None and max(lengths, default=0) >= queue.longest_known:
             queue.longest_known = None
 
     def release(self, ref: int, *, solo: bool = False) -> LaneQueue:
