@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
@@ -14,6 +14,13 @@ from zfabric.shapes import Shape
 from zfabric.store import MemoryStore
 
 BatchKey = tuple[int, int]
+
+
+class End(Protocol):
+    """The far end of a connection."""
+
+    def hear(self, frames: list[bytes]) -> None:
+        """A message from the broker arrives."""
 
 
 @dataclass
@@ -101,7 +108,8 @@ class FakeWorker:
         self.connected = False
         self.bench.ends.pop((WORKERS, self.routing_id), None)
 
-    def take(self, message: Message) -> None:
+    def hear(self, frames: list[bytes]) -> None:
+        message = decode(frames, FROM_BROKER)
         self.inbox.append(message)
         if message.kind is Type.WELCOME:
             self.boot = message.fields["boot"]
@@ -189,7 +197,8 @@ class FakeProducer:
         reply = next(m for m in reversed(self.inbox) if m.kind is Type.REPLY)
         return reply.fields["value"] if reply.fields["ok"] else reply.fields["text"]
 
-    def take(self, message: Message) -> None:
+    def hear(self, frames: list[bytes]) -> None:
+        message = decode(frames, FROM_BROKER)
         self.inbox.append(message)
         if message.kind is Type.WELCOME or message.kind is Type.ACCEPTED:
             self.upto = message.fields["upto"]
@@ -216,7 +225,7 @@ class Bench:
         self.now = 100.0
         self._ids = itertools.count(1)
         self._nonces = itertools.count(1)
-        self.ends: dict[tuple[str, bytes], FakeWorker | FakeProducer] = {}
+        self.ends: dict[tuple[str, bytes], End] = {}
         self.offers = 0
         self.start_broker(boot=7)
 
@@ -259,7 +268,7 @@ class Bench:
             if end is None:
                 self.dispatcher.unreachable(endpoint, routing_id, "host unreachable", self.now)
             else:
-                end.take(decode(frames, FROM_BROKER))
+                end.hear(frames)
 
     def dispatch(self, most: int = 1_000_000) -> int:
         """Hand out up to `most` batches; returns how many were taken."""
@@ -275,7 +284,7 @@ class Bench:
                 self.dispatcher.unreachable(*peer.address, "host unreachable", self.now)
                 continue
             self.dispatcher.commit(offer, self.now)
-            end.take(decode(offer.frames, FROM_BROKER))
+            end.hear(offer.frames)
             taken += 1
         self.offers += taken
         return taken

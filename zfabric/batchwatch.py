@@ -130,9 +130,9 @@ class Watch:
         for name in open_of:
             if name in rows and rows[name]["paused"]:
                 self._say(now, f"model {name!r} is paused; zfabric resume starts it again")
-        if len(unserved) == len(open_of) and not self._wait_for_workers:
-            if now - heard_s >= NO_WORKER_S:
-                raise TimeoutExpired(f"no worker serves {', '.join(map(repr, unserved[:5]))}")
+        idle = len(unserved) == len(open_of) and now - heard_s >= NO_WORKER_S
+        if idle and not self._wait_for_workers:
+            raise TimeoutExpired(f"no worker serves {', '.join(map(repr, unserved[:5]))}")
 
     def _say(self, now: float, text: str) -> None:
         """Say it, but not again for a while."""

@@ -255,11 +255,8 @@ class Delivery:
             del self._fabric.workers[worker.name]
 
     def judge(self, now: float) -> None:
-        """End leases and give up workers that have been silent for one. Drain inbound first."""
-        lease = self._fabric.config.lease_s
+        """End leases. Drain inbound first, and give up silent workers (see `lost`)."""
         for worker in list(self._fabric.workers.values()):
-            if worker.peer is not None and now - worker.heard_s > lease:
-                self.lost(worker, f"silent for {now - worker.heard_s:.1f} s", now)
             for batch in [b for b in worker.held.values() if now > b.lease_until]:
                 if worker.peer is None:
                     self._expire(worker, batch, "its lease ended", now)

@@ -278,10 +278,15 @@ class Dispatcher:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
+        # A worker that is given up must be forgotten as a peer too: only if its next word is
+        # answered by WHO_ARE_YOU does it say HELLO again, and is served again.
+        worker_s = self.config.lease_s
+        other_s = worker_s * SILENT_LEASES
+        for peer in [p for p in self.peers.values() if now - p.heard_s > worker_s]:
+            silent_s = now - peer.heard_s
+            if peer.role == "worker" or silent_s > other_s:
+                self._gone(peer, f"silent for {silent_s:.1f} s", now)
         self._delivery.judge(now)
-        silent_s = self.config.lease_s * SILENT_LEASES
-        for peer in [p for p in self.peers.values() if now - p.heard_s > silent_s]:
-            self._gone(peer, f"silent for {now - peer.heard_s:.1f} s", now)
 
     def shift(self, late_s: float) -> None:
         """The broker was late by so much: no deadline of anybody else may count that time."""

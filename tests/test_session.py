@@ -1,0 +1,252 @@
+"""A producer's session joined to a real dispatcher by lists of frames: cuts, refusals, restarts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.harness import Bench
+from zfabric.protocol import Status, Type
+from zfabric.session import MESSAGES_IN_FLIGHT_MAX, SILENT_S, Session
+from zfabric.shapes import Shape
+
+SHAPE = Shape.of("m", "a")
+
+
+class Joined:
+    """A session and a bench, and the wire between them, which can be cut."""
+
+    def __init__(self, **config: Any) -> None:
+        self.bench = Bench(**config)
+        self.session = Session("job", instance=42)
+        self.results: Counter[int] = Counter()
+        self.lost = 0
+        self.routing_id = b""
+        self.connect()
+
+    def connect(self) -> None:
+        self.routing_id = self.bench.new_id()
+        self.bench.ends["producers", self.routing_id] = self
+        self.session.open(self.bench.now)
+        self.exchange()
+
+    def exchange(self, *, to_broker: bool = True, to_client: bool = True) -> None:
+        """Carry everything both ways until there is nothing left; what is not carried is lost."""
+        for _ in range(200):
+            moved = False
+            while self.session.outbound:
+                frames = self.session.outbound.popleft()
+                moved = True
+                if to_broker:
+                    self.bench.to_broker("producers", self.routing_id, frames)
+            self.bench.dispatcher.flush(self.bench.now)
+            while self.bench.dispatcher.outgoing:
+                parcel = self.bench.dispatcher.outgoing.popleft()
+                moved = True
+                end = self.bench.ends.get((parcel.endpoint, parcel.routing_id))
+                if end is None:
+                    self.bench.dispatcher.unreachable(*parcel[:2], "cut", self.bench.now)
+                elif end is not self or to_client:
+                    end.hear(parcel.frames)
+            if not moved:
+                return
+
+    def hear(self, frames: list[bytes]) -> None:
+        news = self.session.receive(frames, self.bench.now)
+        self.lost += news.lost
+        self.results.update(arrival.number for arrival in news.arrivals)
+        if news.seq:
+            self.session.acknowledge(news.seq)
+
+    def wait(self, seconds: float) -> None:
+        self.bench.now += seconds
+        news = self.session.tick(self.bench.now)
+        if news.reconnect:
+            self.connect()
+        self.exchange()
+        self.bench.dispatcher.tick(self.bench.now, 0.0, drained=True)
+        self.exchange()
+
+    def add(self, count: int, length: int = 10) -> list[int]:
+        numbers = self.session.add([SHAPE] * count, [length] * count, [b"p"] * count)
+        self.session.pump()
+        return numbers
+
+    def run_all(self) -> None:
+        worker = self.bench.worker(f"w{self.bench.now}", batch=64, tokens=64_000)
+        for _ in range(400):
+            self.wait(0.3)
+            worker.heartbeat()
+            self.bench.dispatch()
+            for key in list(worker.batches):
+                worker.done(key)
+            self.exchange()
+        worker.cut()
+        self.bench.tick(60.0)
+
+
+def test_items_are_accepted_and_their_results_come_once() -> None:
+    joined = Joined()
+    joined.add(3_000)
+    joined.exchange()
+    assert joined.session.unaccepted_items == 0
+    joined.run_all()
+    assert joined.results == Counter(range(1, 3_001))
+    assert len(joined.bench.fabric.producers[0].outbox) == 0
+
+
+def test_what_is_lost_on_the_way_is_sent_again_after_who_are_you() -> None:
+    joined = Joined()
+    joined.add(10)
+    joined.exchange()
+    joined.add(10)
+    joined.exchange(to_broker=False)
+    joined.bench.ends.pop(("producers", joined.routing_id))
+    joined.routing_id = joined.bench.new_id()
+    joined.bench.ends["producers", joined.routing_id] = joined
+    joined.wait(1.1)
+    assert joined.session.state == "live"
+    assert joined.session.upto == 20
+    assert joined.bench.status()["accepted_items"] == 20
+
+
+def test_silent_broker_is_left_and_found_again() -> None:
+    joined = Joined()
+    joined.bench.now += SILENT_S + 0.1
+    assert joined.session.tick(joined.bench.now).reconnect
+    joined.connect()
+    assert joined.session.state == "live"
+
+
+def test_own_lateness_is_not_the_brokers_silence() -> None:
+    joined = Joined()
+    joined.bench.now += 30.0
+    joined.session.shift(30.0)
+    assert not joined.session.tick(joined.bench.now).reconnect
+
+
+def test_refused_items_are_sent_again_in_order_when_there_is_room() -> None:
+    joined = Joined(producer_items_max=50)
+    joined.add(120)
+    joined.exchange()
+    assert joined.session.upto == 50
+    assert joined.session.last_refusal is not None
+    assert joined.session.last_refusal[0] == "outbox_full"
+    joined.run_all()
+    assert joined.results == Counter(range(1, 121))
+
+
+def test_retries_of_a_refusal_back_off() -> None:
+    joined = Joined(producer_items_max=1)
+    joined.add(2)
+    joined.exchange()
+    submits = 0
+    for _ in range(100):
+        joined.bench.now += 0.05
+        joined.session.tick(joined.bench.now)
+        submits += sum(f[0][3] == Type.SUBMIT for f in joined.session.outbound)
+        joined.exchange()
+    assert 3 <= submits <= 12
+
+
+def test_memory_broker_that_came_back_empty_is_told_as_lost() -> None:
+    joined = Joined()
+    joined.add(10)
+    joined.exchange()
+    joined.bench.start_broker(boot=8)
+    joined.add(5)
+    joined.wait(1.1)
+    assert joined.lost == 1
+    assert joined.bench.status()["accepted_items"] == 5
+    joined.run_all()
+    assert joined.results == Counter(range(11, 16))
+
+
+def test_process_that_died_adopts_its_results() -> None:
+    joined = Joined()
+    joined.add(10)
+    joined.exchange()
+    heir = Joined.__new__(Joined)
+    heir.bench, heir.session = joined.bench, Session("job", instance=43)
+    heir.results, heir.lost = Counter(), 0
+    joined.bench.ends.pop(("producers", joined.routing_id))
+    heir.connect()
+    heir.wait(0.6)
+    assert heir.session.next_number == 11
+    heir.run_all()
+    assert heir.results == Counter(range(1, 11))
+
+
+def test_messages_ahead_of_the_brokers_answer_are_bounded() -> None:
+    joined = Joined()
+    for _ in range(3 * MESSAGES_IN_FLIGHT_MAX):
+        joined.add(1)
+    assert len([f for f in joined.session.outbound if f[0][3] == Type.SUBMIT]) == (
+        MESSAGES_IN_FLIGHT_MAX
+    )
+
+
+def test_more_is_withdrawn_when_nothing_more_comes() -> None:
+    joined = Joined()
+    joined.session.more = True
+    joined.add(5)
+    joined.exchange()
+    assert joined.bench.fabric.producers[0].more
+    joined.session.more = False
+    joined.session.pump()
+    joined.exchange()
+    assert not joined.bench.fabric.producers[0].more
+
+
+def test_numbers_must_ascend() -> None:
+    session = Session("job", 1)
+    session.add([SHAPE] * 2, [1, 1], [b"", b""], [5, 9])
+    for numbers in ([9, 10], [12, 11], [2**63, 2**63 + 1]):
+        with pytest.raises(ValueError, match="ascend"):
+            session.add([SHAPE] * 2, [1, 1], [b"", b""], numbers)
+
+
+STEPS = st.sampled_from(["add", "wait", "cut", "lose", "deaf", "run", "silence"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(script=st.lists(st.tuples(STEPS, st.integers(1, 40)), min_size=3, max_size=30))
+def test_whatever_the_link_does_each_item_has_one_result(script: list[tuple[str, int]]) -> None:
+    joined = Joined(producer_items_max=60)
+    wanted: list[int] = []
+    for step, size in script:
+        if step == "add":
+            wanted += joined.add(size)
+        elif step == "wait":
+            joined.wait(size / 10)
+        elif step == "cut":
+            joined.bench.ends.pop(("producers", joined.routing_id), None)
+            joined.connect()
+        elif step == "lose":
+            joined.exchange(to_broker=False)
+            joined.bench.ends.pop(("producers", joined.routing_id), None)
+            joined.routing_id = joined.bench.new_id()
+            joined.bench.ends["producers", joined.routing_id] = joined
+        elif step == "deaf":
+            joined.exchange(to_client=False)
+        elif step == "silence":
+            joined.bench.now += 7.0
+            joined.session.tick(joined.bench.now)
+            joined.connect()
+        else:
+            worker = joined.bench.worker(f"x{len(wanted)}-{joined.bench.now}", batch=16)
+            joined.bench.dispatch(2)
+            for key in list(worker.batches):
+                worker.done(key)
+            joined.exchange()
+            worker.cut()
+    joined.wait(20.0)
+    joined.connect()
+    joined.run_all()
+    assert joined.results == Counter(wanted)
+    assert joined.bench.status()["residual_items"] == 0
+    assert set(Status) >= {Status.OK}

@@ -1,0 +1,160 @@
+"""`zfabric run-batch`: an OpenAI Batch file through a broker, with progress while it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from zfabric.cli import common
+from zfabric.cli.progress import Lines, reporter
+from zfabric.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zfabric.batchrun import Summary
+
+TEXT = """
+Run an OpenAI Batch file: one request a line (custom_id, method, url, body) for
+/v1/chat/completions, /v1/completions or /v1/embeddings. Results are appended to the output as
+they come, one row a line of the input; failures and bad lines go to the errors file. After any
+kind of crash, --resume goes on where the run stopped: what is queued at the broker is adopted, and
+no custom_id is written twice. Progress goes to standard error, the summary of --json to standard
+output. Exit code 1 means that some lines have no result.
+"""
+
+
+def add(commands: common.Commands) -> None:
+    """Add the command."""
+    example = "zfabric run-batch -i in.jsonl -o out.jsonl --model llama-3-8b"
+    parser = common.add_command(
+        commands, "run-batch", run, "run an OpenAI Batch file", TEXT, example
+    )
+    flag = parser.add_argument
+    flag("-i", "--input", required=True, metavar="FILE", help="requests, one a line")
+    flag("-o", "--output", required=True, metavar="FILE", help="results, one a line, appended")
+    flag("--errors", metavar="FILE", help="failures and bad lines (default: OUTPUT.errors.jsonl)")
+    flag("--model", metavar="NAME", help="replace the model of every request")
+    flag("--resume", action="store_true", help="go on with a run; skip what the output has")
+    flag("--retry-failed", action="store_true", help="resume, and run the failures once more")
+    flag("--overwrite", action="store_true", help="empty the output and errors files first")
+    flag("--force", action="store_true", help="resume although the input or errors file differs")
+    flag(
+        "--no-wait-for-workers",
+        action="store_true",
+        help="end with code 4 when no worker serves what is left, instead of waiting for one",
+    )
+    flag(
+        "--stall-timeout",
+        type=_seconds,
+        metavar="S",
+        help="end with code 4 when no result has come for S seconds (default: wait)",
+    )
+    flag("--quiet", action="store_true", help="no progress; errors and warnings only")
+    common.add_json(parser)
+    common.add_broker(parser)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError(text)
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the file; 0 when every line has a result."""
+    settings = common.load(args).client
+    if args.resume and args.overwrite:
+        raise ConfigError("--overwrite and --resume exclude each other; choose one")
+    from zfabric.batchrun import run_batch
+
+    lines = reporter(quiet=args.quiet)
+    options: dict[str, Any] = {
+        "broker": settings.broker,
+        "timeout_s": settings.timeout_s,
+        "errors": args.errors,
+        "resume": args.resume,
+        "overwrite": args.overwrite,
+        "retry_failed": args.retry_failed,
+        "force": args.force,
+        "model": args.model,
+        "stall_timeout_s": args.stall_timeout,
+        "wait_for_workers": not args.no_wait_for_workers,
+        "progress": lines.progress,
+        "notice": lines.notice,
+    }
+    with stopping(lines) as (stop, signals):
+        try:
+            summary = run_batch(args.input, args.output, stop=stop, **options)
+        finally:
+            lines.end()
+    if args.json:
+        common.show_json(dataclasses.asdict(summary) | {"ok": summary.ok})
+    if not args.quiet:
+        common.say(in_words(summary))
+    if not summary.complete:
+        common.say(f"zfabric: stopped. To go on: {resume_command(args)}")
+        return 128 + signals[0] if signals else 1
+    return 0 if summary.ok else 1
+
+
+@contextmanager
+def stopping(lines: Lines) -> Iterator[tuple[threading.Event, list[int]]]:
+    """While this is open the first signal asks the run to stop, and a second one ends it."""
+    stop, signals = threading.Event(), list[int]()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        lines.notice("stopping; what the broker has taken stays there (again to end at once)")
+
+    former = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop, signals
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def resume_command(args: argparse.Namespace) -> str:
+    """The command that goes on with this run."""
+    import shlex
+
+    words = ["zfabric", "run-batch", "-i", args.input, "-o", args.output, "--resume"]
+    for flag, value in (
+        ("--errors", args.errors),
+        ("--model", args.model),
+        ("--broker", args.client_broker),
+    ):
+        if value is not None:
+            words += [flag, value]
+    return shlex.join(words)
+
+
+def in_words(summary: Summary) -> str:
+    """A summary for people, in one line."""
+    parts = [f"{summary.done:,} results"]
+    for count, name in (
+        (summary.failed, "failed"),
+        (summary.bad, "bad lines"),
+        (summary.too_long, "too long to run"),
+        (summary.resumed, "done in an earlier run"),
+        (summary.adopted, "adopted from the broker"),
+        (summary.resubmitted, "sent again"),
+    ):
+        if count:
+            parts.append(f"{count:,} {name}")
+    text = f"zfabric: {', '.join(parts)}; {common.duration(summary.seconds)}"
+    if summary.output_tokens is not None and summary.seconds > 0:
+        rate = common.short(summary.output_tokens / summary.seconds)
+        text += f"; {summary.output_tokens:,} output tokens, {rate} tok/s"
+    if summary.failed or summary.bad:
+        text += f"; reasons in {summary.errors}"
+    return text

@@ -1,0 +1,75 @@
+"""`zfabric config`: what every setting is, where it came from, and a file to start from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zfabric import config as configuration
+from zfabric.cli import common
+from zfabric.errors import ConfigError
+
+TEXT = """
+Settings come from, highest first: flags, ZFABRIC_* variables, ./zfabric.toml, the user's
+config.toml, defaults.
+"""
+
+
+def add(commands: common.Commands) -> None:
+    """Add the commands."""
+    parser = commands.add_parser(
+        "config",
+        help="settings: show them, or write a file of them",
+        description=TEXT.strip(),
+        epilog="example:\n  zfabric config show --origin",
+    )
+    within = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = common.add_command(
+        within,
+        "show",
+        run_show,
+        "print every setting",
+        "Print every setting that is in force here.",
+        "zfabric config show --origin",
+    )
+    show.add_argument("--origin", action="store_true", help="say where each value came from")
+    common.add_json(show)
+    init = common.add_command(
+        within,
+        "init",
+        run_init,
+        "write ./zfabric.toml",
+        f"Write ./{configuration.FILE_NAME} with every setting at its default, and what it means.",
+        "zfabric config init",
+    )
+    init.add_argument("--stdout", action="store_true", help="print it instead")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print every setting."""
+    rows = configuration.show(common.load(args))
+    if args.json:
+        common.show_json({name: {"value": value, "origin": at} for name, value, at in rows})
+    elif args.origin:
+        width = max(len(f"{name} = {value}") for name, value, _ in rows)
+        common.show("\n".join(f"{f'{n} = {v}'.ljust(width)}  # {at}" for n, v, at in rows))
+    else:
+        common.show("\n".join(f"{name} = {value}".rstrip() for name, value, _ in rows))
+    return 0
+
+
+def run_init(args: argparse.Namespace) -> int:
+    """Write the file, never over another one."""
+    if args.stdout:
+        common.show(configuration.template().rstrip("\n"))
+        return 0
+    path = Path(configuration.FILE_NAME)
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(configuration.template())
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already; zfabric config init --stdout prints one") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    common.say(f"zfabric: {path} written")
+    return 0

@@ -1,0 +1,115 @@
+"""`zfabric worker`: one engine in a child process, served by this one, for one model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+from collections.abc import Iterable
+from types import FrameType
+
+from zfabric import config as configuration
+from zfabric.cli import common
+from zfabric.config import WorkerConfig
+from zfabric.errors import ConfigError
+
+TEXT = """
+Start a worker: it registers its contract (the most that it can take in a batch), runs the batches
+that the broker gives it, and reports each item's result. SIGTERM and Ctrl-C finish what is running
+and give the rest back; a second signal ends it at once. Engine options are given as
+--opt NAME=VALUE; --list-options says which there are.
+"""
+EXAMPLE = (
+    "zfabric worker --engine sim --model tiny --max-batch 32 --max-tokens 65536 --max-input 8192 "
+    "--opt cache_tokens=20000"
+)
+
+
+def add(commands: common.Commands) -> None:
+    """Add the command."""
+    parser = common.add_command(
+        commands, "worker", run, "start a worker with an engine", TEXT, EXAMPLE
+    )
+    configuration.add_flags(parser, "worker")
+    parser.add_argument(
+        "--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine"
+    )
+    parser.add_argument(
+        "--list-options", action="store_true", help="print the engine's options and end"
+    )
+    common.add_broker(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to end."""
+    settings = common.load(args)
+    engine = _engine_name(settings.worker)
+    from zfabric_workers import engine_class, engine_factory
+
+    if args.list_options:
+        common.show(options_table(engine))
+        return 0
+    contract = settings.worker.contract()
+    if settings.worker.model is None:
+        raise ConfigError("say which model this worker serves: --model NAME")
+    factory = engine_factory(engine, parse_opts(args.opt))
+    from zfabric.worker import Worker
+
+    worker = Worker(
+        factory,
+        broker=settings.client.broker,
+        model=settings.worker.model,
+        contract=contract,
+        name=settings.worker.name or f"{engine}-{socket.gethostname()}-{os.getpid()}",
+        window=settings.worker.window,
+        engine=engine,
+        simulated=getattr(engine_class(engine), "simulated", engine == "sim"),
+    )
+    signals: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        worker.stop(drain=len(signals) == 1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    common.say(
+        f"zfabric: worker for {common.clean(settings.worker.model)} with engine {engine}, "
+        f"broker {settings.client.broker}"
+    )
+    worker.run()
+    if signal.SIGINT in signals:
+        return 130
+    return 143 if len(signals) > 1 else 0
+
+
+def _engine_name(settings: WorkerConfig) -> str:
+    if settings.engine is not None:
+        return settings.engine
+    from zfabric_workers import ENGINES
+
+    raise ConfigError(f"say what runs the batches: --engine, one of {', '.join(sorted(ENGINES))}")
+
+
+def parse_opts(given: Iterable[str]) -> dict[str, str]:
+    """NAME=VALUE texts as a map. Raises ConfigError for one without `=`, or a name given twice."""
+    options: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--opt {text!r} must be NAME=VALUE; see --list-options")
+        name = name.strip().replace("-", "_")
+        if name in options:
+            raise ConfigError(f"--opt {name} is given twice")
+        options[name] = value
+    return options
+
+
+def options_table(engine: str) -> str:
+    """The options of an engine, for people."""
+    from zfabric_workers import describe_options
+
+    rows = [(name, default or "''", text) for name, default, text in describe_options(engine)]
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text} (default: {default})" for name, default, text in rows)
