@@ -323,6 +323,14 @@ def test_restored_lanes_keep_ids_and_are_not_opened_again() -> None:
         lanes.restore(65_536, 50, 1, 0.0)
 
 
+@pytest.mark.parametrize(("target", "items"), [(-1, 1), (TOKENS_MAX + 1, 1), (50, 0)])
+def test_restoring_a_lane_that_cannot_be_changes_nothing(target: int, items: int) -> None:
+    lanes = Lanes()
+    with pytest.raises(InvariantError):
+        lanes.restore(0, target, items, 0.0)
+    assert lanes.rows() == []
+
+
 def test_lowered_budget_after_restart_opens_nothing_until_lanes_retire() -> None:
     lanes = lanes_with(100, 200, 300, limit=2)
     assert lanes.pressure == 1.0

@@ -33,7 +33,15 @@ from zfabric.errors import (
     VersionMismatch,
 )
 from zfabric.link import Link
-from zfabric.results import Item, Reorder, Result, Results, status_name
+from zfabric.results import (
+    CHUNK_ITEMS,
+    Item,
+    Reorder,
+    Result,
+    Results,
+    status_name,
+    take_chunk,
+)
 from zfabric.session import Arrival, News, Session
 from zfabric.shapes import check_name
 
@@ -41,9 +49,6 @@ if TYPE_CHECKING:
     from zfabric.batchrun import Summary
 
 DEFAULT_BROKER = "tcp://127.0.0.1:7410"
-# Items of one chunk in map and submit_many, or what came in within the time: whichever is first.
-CHUNK_ITEMS = 1_024
-CHUNK_S = 0.002
 # Results that nobody in this process asked for (their producer died and came back) that are kept.
 UNCLAIMED_MAX = 10_000
 
@@ -195,13 +200,17 @@ class Client:
             while not exhausted:
                 room = buffersize - (results.total - taken)
                 if room > 0:
-                    chunk = _chunk(source, min(room, CHUNK_ITEMS))
+                    chunk = take_chunk(source, min(room, CHUNK_ITEMS))
                     exhausted = not chunk
                     if chunk:
                         self._enqueue_waiting(chunk, results, None, order)
-                fresh = results.take(timeout if room <= 0 else 0)
-                if room <= 0 and not fresh:
-                    raise TimeoutExpired(f"no result for {timeout} s")
+                if room > 0:
+                    fresh = results.take(0)
+                else:
+                    with self._blocked():
+                        fresh = results.take(timeout)
+                    if not fresh:
+                        raise TimeoutExpired(f"no result for {timeout} s")
                 taken += len(fresh)
                 yield from order.push(fresh) if order is not None else fresh
         while taken < results.total:
@@ -220,11 +229,25 @@ class Client:
         try:
             yield
         finally:
+            self._stream_changed(-1)
+
+    @contextlib.contextmanager
+    def _blocked(self) -> Iterator[None]:
+        """While a stream waits for results or room it cannot submit: nothing more comes of it."""
+        self._stream_changed(-1)
+        try:
+            yield
+        finally:
             with self._lock:
-                self._streams -= 1
-                self._session.more = self._streams > 0
-                self._session.pump()
-            self._link.wake()
+                self._streams += 1
+                self._session.more = True
+
+    def _stream_changed(self, by: int) -> None:
+        with self._lock:
+            self._streams += by
+            self._session.more = self._streams > 0
+            self._session.pump()
+        self._link.wake()
 
     def _enqueue_waiting(
         self, items: Sequence[Item], sink: Sink, until: float | None, order: Reorder | None = None
@@ -234,8 +257,10 @@ class Client:
             if outcome is not None:
                 return outcome
             room = self.room(len(items))
+            waiting = self._blocked() if self._streams else contextlib.nullcontext()
             try:
-                room.result(None if until is None else max(0.0, until - time.monotonic()))
+                with waiting:
+                    room.result(None if until is None else max(0.0, until - time.monotonic()))
             except TimeoutError:
                 raise Backpressure(
                     f"{len(self._open)} items are open, the buffer's limit is {self.buffer_items}"
@@ -478,17 +503,6 @@ class Client:
                 if not future.done():
                     future.set_exception(failure)
             self._changed.notify_all()
-
-
-def _chunk(source: Iterator[Item], items_max: int) -> list[Item]:
-    """Up to `items_max` items, or what a slow source gave within CHUNK_S; empty at its end."""
-    until = time.monotonic() + CHUNK_S
-    chunk: list[Item] = []
-    for item in source:
-        chunk.append(item)
-        if len(chunk) >= items_max or (len(chunk) % 64 == 1 and time.monotonic() > until):
-            break
-    return chunk
 
 
 def _end(sink: Sink, failure: BaseException) -> None:

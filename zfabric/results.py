@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 from zfabric.errors import ItemFailed, TimeoutExpired
 from zfabric.protocol import Status
 from zfabric.shapes import TOKENS_MAX, Shape
+
+# Items of one chunk in map and submit_many, or what came in within the time: whichever is first.
+CHUNK_ITEMS = 1_024
+CHUNK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +180,14 @@ class Reorder:
             self._early[result.number] = result
         while self._wanted and self._wanted[0] in self._early:
             yield self._early.pop(self._wanted.popleft())
+
+
+def take_chunk(source: Iterator[Item], items_max: int) -> list[Item]:
+    """Up to `items_max` items, or what a slow source gave within CHUNK_S; empty at its end."""
+    until = time.monotonic() + CHUNK_S
+    chunk: list[Item] = []
+    for item in source:
+        chunk.append(item)
+        if len(chunk) >= items_max or (len(chunk) % 64 == 1 and time.monotonic() > until):
+            break
+    return chunk

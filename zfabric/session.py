@@ -308,6 +308,8 @@ class Session:
         if self._messages:
             first = self._messages[0]
             first.after = min(first.after, self.upto)
+        else:
+            self._last_number = self.upto
         self._sent = 0
         self._resume_at = None
         self._retry_s = RETRY_S

@@ -59,9 +59,7 @@ def add_command(
 def add_traceback(parser: argparse.ArgumentParser) -> None:
     """The flag that shows where an error came from."""
     text = "show where an error came from"
-    parser.add_argument(
-        "--traceback", action="store_true", default=argparse.SUPPRESS, help=text
-    )
+    parser.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -176,11 +174,11 @@ def duration(seconds: float | None) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Aligned columns: numbers to the right, text to the left."""
     raw = [list(row) for row in rows]
-    texts = [[each if isinstance(each, str) and not each else cell(each) for each in row] for row in raw]
-    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
-    right = [
-        bool(raw) and all(_is_number(row[k]) for row in raw) for k in range(len(headers))
+    texts = [
+        [each if isinstance(each, str) and not each else cell(each) for each in row] for row in raw
     ]
+    widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
+    right = [bool(raw) and all(_is_number(row[k]) for row in raw) for k in range(len(headers))]
     lines = []
     for row in (list(headers), *texts):
         cells = [

@@ -68,7 +68,9 @@ def run_init(args: argparse.Namespace) -> int:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(configuration.template())
     except FileExistsError:
-        raise ConfigError(f"{path} is there already; zfabric config init --stdout prints one") from None
+        raise ConfigError(
+            f"{path} is there already; zfabric config init --stdout prints one"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     common.say(f"zfabric: {path} written")

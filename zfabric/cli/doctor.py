@@ -37,6 +37,8 @@ DESCRIPTORS_MIN = 4_096
 # A file of results fills the last gigabyte faster than anyone looks.
 DISK_BYTES_MIN = 1 << 30
 CLOCK_S_MAX = 5.0
+# A clock before this release was never set.
+YEAR_MIN = 2025
 
 TEXT = """
 Check this machine and, if one answers, the broker: Python, packages, ports, loopback, limits,
@@ -162,6 +164,7 @@ def _broker(settings: Config) -> Iterator[Finding]:
         return
     try:
         release = str(client.welcome.get("release"))
+        skew_s = time.time() - float(client.stats(settings.client.timeout_s)["time"])
     finally:
         client.close()
     import zfabric
@@ -170,6 +173,9 @@ def _broker(settings: Config) -> Iterator[Finding]:
     found = f"{settings.client.broker} answers, release {release}"
     fix = "" if same else f"this is {zfabric.__version__}: install the same release on both"
     yield Finding("broker", OK if same else WARN, found, fix)
+    good = abs(skew_s) <= CLOCK_S_MAX
+    fix = "" if good else "set both clocks; events and files carry their time"
+    yield Finding("broker clock", OK if good else WARN, f"{skew_s:+.1f} s from here", fix)
 
 
 def _ports(settings: Config, why: str) -> Iterator[Finding]:
@@ -214,11 +220,8 @@ def _disk(settings: Config) -> Iterator[Finding]:
 
 
 def _clock(settings: Config) -> Iterator[Finding]:
-    """A wall clock that is set while it is read would show as a jump against the monotonic one."""
-    wall, steady = time.time(), time.monotonic()
-    year = time.gmtime(wall).tm_year
-    drift_s = abs((time.time() - wall) - (time.monotonic() - steady))
-    good = year >= 2024 and drift_s < CLOCK_S_MAX
-    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall))
+    now = time.gmtime()
+    good = now.tm_year >= YEAR_MIN
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
     fix = "" if good else "set the clock; events and files carry its time"
     yield Finding("clock", OK if good else WARN, found, fix)

@@ -24,8 +24,8 @@ def add(commands: common.Commands) -> None:
             "status",
             run_status,
             "the whole fabric at a glance",
-            "Show the broker's books: what was accepted, what became of it, what padding and cache\n"
-            "misses cost. With --json, every figure that there is, unrounded.",
+            "Show the broker's books: what was accepted, what became of it, what padding and\n"
+            "cache misses cost. With --json, every figure that there is, unrounded.",
             "zfabric status --json | jq .residual_items",
         ),
         (
@@ -154,7 +154,10 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
         f"{status['redeliveries_total']:,} redelivered, {status['duplicates_total']:,} duplicates, "
         f"{status['failed_items']:,} failed, {status['dead_records']:,} dead letters",
     )
-    yield "held", f"{short(held)}B of {short(limit)}B, oldest {duration(status['oldest_item_age_s'])}"
+    yield (
+        "held",
+        f"{short(held)}B of {short(limit)}B, oldest {duration(status['oldest_item_age_s'])}",
+    )
 
 
 def jobs_text(jobs: Iterable[Map]) -> str:

@@ -20,8 +20,8 @@ def add(commands: common.Commands) -> None:
         "drain",
         run_drain,
         "end a broker in good order",
-        "Tell the broker to end: it takes nothing new, lets the workers finish what they hold (for\n"
-        "its --drain seconds at most), sends the results and exits.",
+        "Tell the broker to end: it takes nothing new, lets the workers finish what they hold\n"
+        "(for its --drain seconds at most), sends the results and exits.",
         "zfabric drain",
     )
     for name, run, text in (
@@ -29,7 +29,12 @@ def add(commands: common.Commands) -> None:
         ("resume", run_resume, "Hand out batches of a paused model again."),
     ):
         parser = _command(
-            commands, name, run, text.split(";")[0].rstrip(".").lower(), text, f"zfabric {name} tiny"
+            commands,
+            name,
+            run,
+            text.split(";")[0].rstrip(".").lower(),
+            text,
+            f"zfabric {name} tiny",
         )
         parser.add_argument("model", metavar="MODEL")
     _add_dead(commands)

@@ -112,4 +112,6 @@ def options_table(engine: str) -> str:
 
     rows = [(name, default or "''", text) for name, default, text in describe_options(engine)]
     width = max(len(name) for name, _, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text} (default: {default})" for name, default, text in rows)
+    return "\n".join(
+        f"{name.ljust(width)}  {text} (default: {default})" for name, default, text in rows
+    )

@@ -1,0 +1,233 @@
+"""The SDK on a real broker: futures, bulk calls, back-pressure, restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+
+from tests.test_broker import SHAPE, RawPeer, done, items, running, worker_hello
+from zfabric.broker import Broker
+from zfabric.client import Client
+from zfabric.config import BrokerConfig
+from zfabric.errors import (
+    Backpressure,
+    ConnectError,
+    FabricError,
+    ItemFailed,
+    Lost,
+    Refused,
+    TimeoutExpired,
+)
+from zfabric.protocol import FROM_BROKER, Type, decode, encode
+from zfabric.results import Item
+
+pytestmark = pytest.mark.e2e
+
+
+@contextlib.contextmanager
+def working(address: str, **hello: Any) -> Iterator[threading.Event]:
+    """A worker of the wire's bare words in a thread: answers every batch with "ok"."""
+    end = threading.Event()
+
+    def serve() -> None:
+        peer = RawPeer(address)
+        wide = {"batch_items_max": 64, "batch_tokens_max": 65_536, "input_tokens_max": 4_096}
+        peer.send(worker_hello("gpu0", **{**wide, **hello}))
+        peer.receive(Type.WELCOME)
+        received = 0
+        while not end.is_set():
+            beat = {"received": received, "holding": [], "window": 2}
+            peer.send(encode(Type.HEARTBEAT, beat))
+            while peer.socket.poll(200):
+                message = decode(peer.socket.recv_multipart(), FROM_BROKER)
+                if message.kind is Type.BATCH:
+                    received = message.fields["n"]
+                    peer.send(done(message))
+        peer.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end.set()
+        thread.join(10)
+
+
+def test_submit_gives_a_future_that_ends_with_the_result() -> None:
+    with running() as (_, at), working(at.workers), Client(at.producers) as client:
+        futures = [client.submit(item, timeout=10) for item in items(5)]
+        assert not wait(futures, timeout=20).not_done
+        assert [f.result().payload for f in futures] == [b"ok"] * 5
+        assert [f.result().custom_id for f in futures] == ["0", "1", "2", "3", "4"]
+
+
+def test_submitted_means_the_broker_has_it_when_submit_returns() -> None:
+    with running() as (broker, at):
+        client = Client(at.producers)
+        client.submit(items(1)[0], timeout=10)
+        assert broker.dispatcher.fabric.flow.accepted_items == 1
+        client.close()
+
+
+def test_map_is_lazy_bounded_and_ordered_when_asked() -> None:
+    with running() as (_, at), working(at.workers), Client(at.producers) as client:
+        taken = itertools.count()
+        source = ((next(taken), item)[1] for item in items(5_000))
+        results = client.map(source, buffersize=100, ordered=True, timeout=30)
+        first = next(results)
+        assert first.custom_id == "0"
+        assert next(taken) < 300
+        assert [r.custom_id for r in results] == [str(k) for k in range(1, 5_000)]
+
+
+def test_map_without_order_gives_each_result_once() -> None:
+    with running() as (_, at), working(at.workers), Client(at.producers) as client:
+        got = [r.custom_id for r in client.map(items(3_000), timeout=30)]
+        assert sorted(map(int, got)) == list(range(3_000))  # type: ignore[arg-type]
+
+
+def test_submit_many_is_accepted_when_it_returns_and_iterates_once() -> None:
+    with running() as (broker, at), working(at.workers), Client(at.producers) as client:
+        results = client.submit_many(items(2_500), timeout=30)
+        assert broker.dispatcher.fabric.flow.accepted_items == 2_500
+        assert len(list(results.within(30))) == len(results) == 2_500
+
+
+def test_full_buffer_is_backpressure_after_the_time_allowed() -> None:
+    with running() as (_, at):
+        client = Client(at.producers, buffer_items=2)
+        for item in items(2):
+            client.submit(item, timeout=10)
+        with pytest.raises(Backpressure, match="2 items are open"):
+            client.submit(items(1)[0], timeout=0.2)
+        client.close()
+
+
+def test_full_broker_is_backpressure_that_says_why() -> None:
+    with running(max_items=1) as (_, at):
+        client = Client(at.producers)
+        client.submit(items(1)[0], timeout=10)
+        with pytest.raises(Backpressure, match="busy"):
+            client.submit(items(1)[0], timeout=1)
+        client.close()
+
+
+def test_payload_over_the_limit_is_refused_here() -> None:
+    with (
+        running(payload_bytes_max=10, max_bytes=100) as (_, at),
+        Client(at.producers) as client,
+        pytest.raises(Refused, match="at most 10"),
+    ):
+        client.submit(Item(SHAPE, b"x" * 11, 5))
+
+
+@pytest.mark.parametrize("length", [-1, 2**31, 1.5, None, True])
+def test_item_checks_its_length(length: Any) -> None:
+    with pytest.raises(ValueError, match="length"):
+        Item(SHAPE, b"x", length)
+
+
+def test_cancelled_item_raises_from_its_future_and_is_a_result_in_bulk() -> None:
+    with running() as (_, at), Client(at.producers, name="job") as client:
+        future = client.submit(items(1)[0], timeout=10)
+        many = client.submit_many(items(3))
+        client.request("producers.cancel", name="job")
+        with pytest.raises(ItemFailed, match="cancelled"):
+            future.result(10)
+        assert [r.status for r in many.within(10)] == ["cancelled"] * 3
+
+
+def test_memory_broker_that_restarts_fails_open_futures_with_lost() -> None:
+    with running() as (_, at):
+        port = int(at.producers.rsplit(":", 1)[1])
+        client = Client(at.producers, name="survivor")
+        future = client.submit(items(1)[0], timeout=10)
+        many = client.submit_many(items(3), timeout=10)
+    again = Broker(BrokerConfig(port=port, consumer_port=0, stats_port=0, memory=True))
+    at = again.bind()
+    thread = threading.Thread(target=again.run, daemon=True)
+    thread.start()
+    with pytest.raises(Lost, match="another store"):
+        future.result(30)
+    with pytest.raises(Lost):
+        list(many.within(30))
+    with working(at.workers):
+        assert client.submit(items(1)[0], timeout=10).result(30).payload == b"ok"
+        client.close()
+    again.stop()
+    thread.join(10)
+
+
+def test_results_of_an_earlier_life_are_kept_until_they_are_claimed() -> None:
+    with running() as (broker, at):
+        first = Client(at.producers, name="heir")
+        first.submit_many(items(10), timeout=10)
+        first.close()
+        with working(at.workers):
+            outbox = broker.dispatcher.fabric.producers[0].outbox
+            done_event = threading.Event()
+            for _ in range(200):
+                if len(outbox) == 10 or done_event.wait(0.05):
+                    break
+        second = Client(at.producers, name="heir")
+        claimed: list[int] = []
+        for _ in range(200):
+            claimed += [r.number for r in second.unclaimed()]
+            if len(claimed) == 10 or done_event.wait(0.05):
+                break
+        assert sorted(claimed) == list(range(1, 11))
+        for _ in range(200):
+            if not len(outbox) or done_event.wait(0.05):
+                break
+        assert len(outbox) == 0
+        second.close()
+
+
+def test_closed_client_says_so_and_open_futures_end() -> None:
+    with running() as (_, at):
+        client = Client(at.producers)
+        future = client.submit(items(1)[0], timeout=10)
+        client.close()
+        with pytest.raises(ConnectError, match="closed"):
+            future.result(5)
+        with pytest.raises(ConnectError, match="closed"):
+            client.submit(items(1)[0])
+
+
+def test_drain_waits_and_gives_up_in_time() -> None:
+    with running() as (_, at):
+        client = Client(at.producers)
+        client.submit(items(1)[0], timeout=10)
+        with pytest.raises(TimeoutExpired, match="1 items are open"):
+            client.drain(timeout=0.2)
+        client.close()
+
+
+def test_request_that_cannot_be_is_an_error_with_the_brokers_words() -> None:
+    with running() as (_, at), Client(at.producers) as client:
+        with pytest.raises(FabricError, match="unknown_request"):
+            client.request("make.coffee")
+        with pytest.raises(FabricError, match="no model 'x'"):
+            client.request("pause", model="x")
+
+
+def test_several_threads_share_one_client() -> None:
+    with running() as (_, at), working(at.workers), Client(at.producers) as client:
+        got: list[int] = []
+
+        def use() -> None:
+            got.append(len(list(client.map(items(500), timeout=30))))
+
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert got == [500] * 4

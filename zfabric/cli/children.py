@@ -1,0 +1,95 @@
+"""Child processes of a command: started apart from the terminal, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from zfabric.errors import FabricError, TimeoutExpired
+
+STOP_S = 10.0
+PR_SET_PDEATHSIG = 1
+LOG_TAIL_CHARS = 600
+
+
+class Children:
+    """The commands that one command has started. Ends them all when it is closed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self, name: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start `zfabric WORDS`; what it says goes to NAME.log."""
+        with (self._directory / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zfabric", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # Ctrl-C in the terminal is for the parent, which ends the children in order.
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        self._started.append((name, process))
+        return process
+
+    def ready_line(self, name: str, process: subprocess.Popen[bytes], timeout_s: float) -> Any:
+        """The JSON line that a child prints when it is ready."""
+        if process.stdout is None:
+            raise FabricError(f"{name} was started without an output")
+        ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+        line = process.stdout.readline() if ready else b""
+        if not line:
+            if ready:
+                raise FabricError(f"{name} ended at its start: {self.log_tail(name)}")
+            raise TimeoutExpired(f"{name} was not ready within {timeout_s:g} s")
+        return json.loads(line)
+
+    def check(self) -> None:
+        """Raise FabricError if a child has ended by itself."""
+        for name, process in self._started:
+            if process.poll() is not None:
+                code = process.returncode
+                raise FabricError(f"{name} ended with code {code}: {self.log_tail(name)}")
+
+    def log_tail(self, name: str) -> str:
+        """The end of what a child said."""
+        text = (self._directory / f"{name}.log").read_text("utf-8", "replace").strip()
+        return text[-LOG_TAIL_CHARS:] or "it said nothing"
+
+    def stop(self) -> None:
+        """End every child: politely, last started first, then for good."""
+        for _, process in reversed(self._started):
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        until = time.monotonic() + STOP_S
+        for _, process in reversed(self._started):
+            try:
+                process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._started.clear()
+
+
+def _end_with_parent() -> None:
+    """In the child, before it becomes another program: end when the parent is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

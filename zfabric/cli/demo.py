@@ -1,0 +1,208 @@
+"""`zfabric demo`: a broker, workers and a batch file, each a process of its own, and the books."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zfabric.cli import common
+from zfabric.cli.batch import in_words, stopping
+from zfabric.cli.children import Children
+from zfabric.cli.common import percent
+from zfabric.cli.progress import reporter
+from zfabric.errors import ConfigError, TimeoutExpired
+
+if TYPE_CHECKING:
+    from zfabric.batchrun import Summary
+
+OUT = Path("demo-out")
+START_S = 30.0
+POLL_S = 0.05
+# One card's contract: batches of 32, and room for the longest prompt of the data.
+CONTRACT = ("--max-batch", "32", "--max-tokens", "65536", "--max-input", "8192")
+# A cache that holds a quarter of the prefixes shows what the order of work is worth.
+CACHE_SHARE = 4
+
+TEXT = """
+See it all at work on this machine: start a broker and workers as processes, run a batch file
+of few-shot prompts through them, and print what padding and the prefix cache did. With the
+engine `sim` the cards are simulated, and so is every figure of theirs. Files stay in ./demo-out/.
+Try it once more with --policy fifo, the order in which an ordinary queue would serve.
+"""
+
+
+def add(commands: common.Commands) -> None:
+    """Add the command."""
+    parser = common.add_command(
+        commands,
+        "demo",
+        run,
+        "a broker, workers and a batch file, at work",
+        TEXT,
+        "zfabric demo --workers 2 --items 2000",
+    )
+    flag = parser.add_argument
+    flag("--items", type=int, metavar="N", help="requests to run (default: what there is)")
+    flag("--workers", type=int, default=2, metavar="N", help="workers (default: 2)")
+    flag("--engine", default="sim", metavar="NAME", help="engine of the workers (default: sim)")
+    flag("--model", default="demo", metavar="NAME", help="model name to use (default: demo)")
+    flag("--policy", choices=("lanes", "shape", "fifo"), default="lanes", help="order of work")
+    flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
+    flag("--headless", action="store_true", help="plain lines, whatever the terminal")
+    common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it all; 0 if every request has its result and the books balance."""
+    if args.workers < 1 or (args.items is not None and args.items < 1):
+        raise ConfigError("--workers and --items must be at least 1")
+    from zfabric.cli.prompts import write_batch_file
+    from zfabric_workers import engine_factory
+
+    opts = args.opt
+    engine_factory(args.engine, _parsed(opts))
+    OUT.mkdir(exist_ok=True)
+    source, output = OUT / "in.jsonl", OUT / "out.jsonl"
+    items, what = write_batch_file(source, args.items, args.model)
+    if args.engine == "sim" and not any(opt.startswith("cache_tokens") for opt in opts):
+        opts = [*opts, f"cache_tokens={prefix_tokens(source) // CACHE_SHARE}"]
+    common.say(f"zfabric: {items:,} requests ({what}) in {source}")
+    with _ending_on_signals(), Children(OUT) as children:
+        address = _start(children, args, opts)
+        lines = reporter(plain=args.headless)
+        with stopping(lines) as (stop, signals):
+            from zfabric.batchrun import run_batch
+
+            try:
+                summary = run_batch(
+                    source,
+                    output,
+                    broker=address,
+                    overwrite=True,
+                    stop=stop,
+                    progress=lines.progress,
+                    notice=lines.notice,
+                )
+            finally:
+                lines.end()
+        status = _status(address)
+    if args.json:
+        common.show_json({"summary": dataclasses.asdict(summary), "status": status})
+    else:
+        common.show(_report(summary, status, args))
+    common.say(in_words(summary))
+    if signals:
+        return 128 + signals[0]
+    balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
+    return 0 if summary.ok and summary.done == items and balanced else 1
+
+
+def _parsed(opts: list[str]) -> dict[str, str]:
+    from zfabric.cli.worker import parse_opts
+
+    return parse_opts(opts)
+
+
+def prefix_tokens(source: Path) -> int:
+    """Tokens of all distinct prefixes of a batch file, as they are estimated for its shapes."""
+    from zfabric.batchfile import Request, read_requests
+
+    with source.open("rb") as stream:
+        shapes = {row.shape for row in read_requests(stream) if isinstance(row, Request)}
+    return sum(shape.prefix_tokens or 0 for shape in shapes)
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process like an exception, so that its children end too."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    former = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _start(children: Children, args: argparse.Namespace, opts: list[str]) -> str:
+    """Start the broker and the workers; returns the broker's address once all are ready."""
+    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--memory", "--json"]
+    broker = children.start("broker", [*words, "--policy", args.policy])
+    address: str = children.ready_line("broker", broker, START_S)["producers"]
+    common.say(f"zfabric: broker at {address}, policy {args.policy}")
+    for k in range(args.workers):
+        name = f"{args.engine}-{k}"
+        words = ["worker", "--engine", args.engine, "--model", args.model, "--name", name]
+        words += ["--broker", address, *CONTRACT]
+        for opt in opts:
+            words += ["--opt", opt]
+        children.start(name, words)
+    _await_workers(children, address, args.workers)
+    simulated = " (simulated cards)" if args.engine == "sim" else ""
+    common.say(f"zfabric: {args.workers} workers ready, engine {args.engine}{simulated}")
+    return address
+
+
+def _await_workers(children: Children, address: str, count: int) -> None:
+    from zfabric.client import Client
+
+    until = time.monotonic() + START_S
+    client = Client(address, role="operator", timeout_s=START_S)
+    try:
+        while True:
+            rows = client.request("workers", START_S)
+            if sum(1 for row in rows if row["live"] and row["granted"]) >= count:
+                return
+            children.check()
+            if time.monotonic() > until:
+                raise TimeoutExpired(f"the workers were not ready within {START_S:g} s; see {OUT}")
+            time.sleep(POLL_S)
+    finally:
+        client.close()
+
+
+def _status(address: str) -> dict[str, Any]:
+    from zfabric.client import Client
+
+    client = Client(address, role="operator", timeout_s=START_S)
+    try:
+        return client.stats(START_S)
+    finally:
+        client.close()
+
+
+def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
+    rows = [
+        ("policy", args.policy),
+        ("items", f"{status['completed_items']:,} of {status['accepted_items']:,}"),
+        ("residual", f"{status['residual_items']:,} items, {status['residual_tokens']:,} tokens"),
+        ("padding waste", percent(status["waste_ratio"])),
+        ("batch fill", percent(status["batch_fill_ratio"])),
+        ("shape switches", f"{status['shape_switches_total']:,}"),
+        ("lanes opened", f"{status['lanes_opened_total']:,}"),
+        ("time", common.duration(summary.seconds)),
+        ("output", summary.output),
+    ]
+    headers = ("worker", "items", "batches", "fill", "cache hits", "measured by")
+    workers = [
+        [
+            row["name"],
+            row["items_done"],
+            row["batches"],
+            percent(row["batch_fill_ratio"]),
+            percent(row["cache_hit_ratio"]),
+            row["measured_by"] or "not measured",
+        ]
+        for row in status["workers"]
+    ]
+    return f"{common.pairs(rows)}\n\n{common.table(headers, workers)}"
