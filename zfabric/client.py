@@ -39,6 +39,8 @@ from zfabric.results import (
     Reorder,
     Result,
     Results,
+    Sink,
+    end_sink,
     status_name,
     take_chunk,
 )
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
 DEFAULT_BROKER = "tcp://127.0.0.1:7410"
 # Results that nobody in this process asked for (their producer died and came back) that are kept.
 UNCLAIMED_MAX = 10_000
-
-Sink = Future[Result] | Results
 
 
 class Client:
@@ -480,7 +480,7 @@ class Client:
         lost = Lost(f"the broker at {self.address} came back with another store")
         for number in [n for n in self._open if n not in kept]:
             sink, _ = self._open.pop(number)
-            _end(sink, lost)
+            end_sink(sink, lost)
         self._unclaimed.clear()
         self._last_seq = 0
         self._make_room()
@@ -496,17 +496,10 @@ class Client:
         with self._lock:
             failure = self._failure = self._failure or ConnectError("this client is closed")
             for sink, _ in self._open.values():
-                _end(sink, failure)
+                end_sink(sink, failure)
             self._open.clear()
             waiting = [f for _, f in self._awaiting] + [f for _, f in self._room]
             for future in (*waiting, *self._replies.values()):
                 if not future.done():
                     future.set_exception(failure)
             self._changed.notify_all()
-
-
-def _end(sink: Sink, failure: BaseException) -> None:
-    if isinstance(sink, Results):
-        sink.fail(failure)
-    elif not sink.done():
-        sink.set_exception(failure)

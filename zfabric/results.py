@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from zfabric.errors import ItemFailed, TimeoutExpired
@@ -191,3 +192,14 @@ def take_chunk(source: Iterator[Item], items_max: int) -> list[Item]:
         if len(chunk) >= items_max or (len(chunk) % 64 == 1 and time.monotonic() > until):
             break
     return chunk
+
+
+Sink = Future[Result] | Results
+
+
+def end_sink(sink: Sink, failure: BaseException) -> None:
+    """Nothing will come for `sink` any more."""
+    if isinstance(sink, Results):
+        sink.fail(failure)
+    elif not sink.done():
+        sink.set_exception(failure)
