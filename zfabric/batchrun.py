@@ -348,7 +348,8 @@ class _Run:
         if not self._chunk:
             return
         while not self._has_room() or self._client.enqueue(self._chunk, Results()) is None:
-            self._step(STEP_S)
+            with self._client.blocked():
+                self._step(STEP_S)
         for item, known in zip(self._chunk, self._chunk_open, strict=True):
             self._last_number = item.number or 0
             self._opened(self._last_number, known)

@@ -207,7 +207,7 @@ class Client:
                 if room > 0:
                     fresh = results.take(0)
                 else:
-                    with self._blocked():
+                    with self.blocked():
                         fresh = results.take(timeout)
                     if not fresh:
                         raise TimeoutExpired(f"no result for {timeout} s")
@@ -232,7 +232,7 @@ class Client:
             self._stream_changed(-1)
 
     @contextlib.contextmanager
-    def _blocked(self) -> Iterator[None]:
+    def blocked(self) -> Iterator[None]:
         """While a stream waits for results or room it cannot submit: nothing more comes of it."""
         self._stream_changed(-1)
         try:
@@ -257,7 +257,7 @@ class Client:
             if outcome is not None:
                 return outcome
             room = self.room(len(items))
-            waiting = self._blocked() if self._streams else contextlib.nullcontext()
+            waiting = self.blocked() if self._streams else contextlib.nullcontext()
             try:
                 with waiting:
                     room.result(None if until is None else max(0.0, until - time.monotonic()))
@@ -327,11 +327,6 @@ class Client:
     def accepted_upto(self) -> int:
         """Every item number up to this one has been taken (or skipped)."""
         return self._session.upto
-
-    @property
-    def reconnects(self) -> int:
-        """How often a silent broker made this client take a new socket."""
-        return self._link.reconnects
 
     @property
     def connected(self) -> bool:

@@ -169,7 +169,7 @@ class Waste:
             for length, target, tag in zip(lengths, targets, tags, strict=True):
                 gap = longest - length
                 if longest > target:
-                    grew = min(gap, longest - target)
+                    grew = longest - target if target > length else gap
                     grown += grew
                     gap -= grew
                 by_tag[tag] += gap

@@ -22,6 +22,9 @@ from zfabric.protocol import Type, encode, packed
 from zfabric.shapes import Contract, Shape
 from zfabric.store import ENTRY_MASK, Columns, Take
 
+# Shapes that a worker's ideal hit ratio can tell apart, some 100 bytes each; beyond it is unknown.
+SIGNATURES_SEEN_MAX = 100_000
+
 
 @dataclass(slots=True)
 class Offer:
@@ -198,7 +201,11 @@ def _batch_frames(
 
 
 def _predict(worker: Worker, group: Group, offer: Offer) -> None:
-    """What a cache that holds just the last shape would hit; unknown where token counts are."""
+    """What two caches would hit: one that holds just the last shape, and one without limit.
+
+    The second is the ideal: every prompt but the first of a shape on this worker. Both are
+    unknown where the token count of a component is.
+    """
     if offer.columns.shapes:
         shapes = [group.shapes[number] for number in offer.columns.shapes]
         runs = [(s, s.signature, [n]) for s, n in zip(shapes, offer.lengths, strict=True)]
@@ -206,9 +213,17 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
         runs = [(group.shape, group.signature, offer.lengths)]
     for shape, signature, lengths in runs:
         prefix = shape.prefix_tokens
-        if prefix is None:
+        if prefix is None or len(worker.signatures_seen) >= SIGNATURES_SEEN_MAX:
             worker.predicted_known = False
+            worker.signatures_seen.clear()
+        if prefix is None or not worker.predicted_known:
             return
-        hits = lengths if signature == worker.last_signature else lengths[1:]
-        worker.predicted_hits_tokens += sum(min(prefix, length) for length in hits)
+        hits = [min(prefix, length) for length in lengths]
+        saved = sum(hits)
+        last = signature == worker.last_signature
+        worker.predicted_hits_tokens += saved if last else saved - hits[0]
+        worker.ideal_hits_tokens += (
+            saved if signature in worker.signatures_seen else saved - hits[0]
+        )
+        worker.signatures_seen.add(signature)
         worker.last_signature = signature

@@ -93,6 +93,8 @@ class Worker:
     fill_sum: float = 0.0
     last_signature: int | None = None
     predicted_hits_tokens: int = 0
+    ideal_hits_tokens: int = 0
+    signatures_seen: set[int] = field(default_factory=set)
     predicted_known: bool = True
     disconnects: int = 0
     last_disconnect: str = ""

@@ -179,6 +179,7 @@ def worker(fabric: Fabric, w: Worker, now: float) -> dict[str, Any]:
         "cache_hit_ratio": hits / queries if measured and queries else None,
         "cache_hit_ratio_10s": _recent_ratio(w, now),
         "cache_hit_ratio_predicted": w.predicted_hits_tokens / w.real_tokens if known else None,
+        "cache_hit_ratio_ideal": w.ideal_hits_tokens / w.real_tokens if known else None,
         "measured_by": w.stats.get("measured_by") if measured else None,
         "state": w.stats.get("state"),
         "disconnects": w.disconnects,

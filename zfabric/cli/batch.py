@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from zfabric.cli import common
-from zfabric.cli.progress import Lines, reporter
+from zfabric.cli.progress import reporter
 from zfabric.errors import ConfigError
 
 if TYPE_CHECKING:
     from zfabric.batchrun import Summary
 
+STOPPING = b"\nzfabric: stopping; what the broker has taken stays there (again to end at once)\n"
 TEXT = """
 Run an OpenAI Batch file: one request a line (custom_id, method, url, body) for
 /v1/chat/completions, /v1/completions or /v1/embeddings. Results are appended to the output as
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         "progress": lines.progress,
         "notice": lines.notice,
     }
-    with stopping(lines) as (stop, signals):
+    with stopping() as (stop, signals):
         try:
             summary = run_batch(args.input, args.output, stop=stop, **options)
         finally:
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def stopping(lines: Lines) -> Iterator[tuple[threading.Event, list[int]]]:
+def stopping() -> Iterator[tuple[threading.Event, list[int]]]:
     """While this is open the first signal asks the run to stop, and a second one ends it."""
     stop, signals = threading.Event(), list[int]()
 
@@ -113,7 +115,8 @@ def stopping(lines: Lines) -> Iterator[tuple[threading.Event, list[int]]]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        lines.notice("stopping; what the broker has taken stays there (again to end at once)")
+        # Not through print: the signal may have come in the middle of one.
+        os.write(2, STOPPING)
 
     former = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

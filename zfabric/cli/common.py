@@ -26,11 +26,15 @@ CELL_CHARS_MAX = 64
 USAGE_CODES = ("malformed", "not_found", "ambiguous", "unknown_request", "in_use")
 
 
+def _layout(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that keeps the layout of our texts and errs in one line."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _layout)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with _ending_on_signals(), Children(OUT) as children:
         address = _start(children, args, opts)
         lines = reporter(plain=args.headless)
-        with stopping(lines) as (stop, signals):
+        with stopping() as (stop, signals):
             from zfabric.batchrun import run_batch
 
             try:
@@ -193,7 +193,7 @@ def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespac
         ("time", common.duration(summary.seconds)),
         ("output", summary.output),
     ]
-    headers = ("worker", "items", "batches", "fill", "cache hits", "measured by")
+    headers = ("worker", "items", "batches", "fill", "cache hits", "ideal", "measured by")
     workers = [
         [
             row["name"],
@@ -201,6 +201,7 @@ def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespac
             row["batches"],
             percent(row["batch_fill_ratio"]),
             percent(row["cache_hit_ratio"]),
+            percent(row.get("cache_hit_ratio_ideal")),
             row["measured_by"] or "not measured",
         ]
         for row in status["workers"]

@@ -6,7 +6,6 @@ Each check is a line: ok, warn or fail, what was found, and what to do about it.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -95,6 +94,8 @@ def examine(settings: Config) -> Iterator[Finding]:
 
 def package_versions() -> dict[str, str | None]:
     """Installed versions of what zfabric stands on; None where it is missing."""
+    import importlib.metadata
+
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:

@@ -248,7 +248,7 @@ def workers_text(rows: Iterable[Map]) -> str:
     """Workers for people."""
     headers = (
         *("worker", "model", "engine", "contract", "state", "in flight", "done"),
-        *("fill", "cache hits", "last 10 s", "predicted", "measured by", "heartbeat"),
+        *("fill", "cache hits", "last 10 s", "ideal", "measured by", "heartbeat"),
     )
     return common.table(headers, [_worker_row(row) for row in rows])
 
@@ -271,7 +271,7 @@ def _worker_row(row: Map) -> list[object]:
         percent(row["batch_fill_ratio"]),
         percent(row["cache_hit_ratio"]),
         percent(row["cache_hit_ratio_10s"]),
-        percent(row["cache_hit_ratio_predicted"]),
+        percent(row.get("cache_hit_ratio_ideal")),
         row["measured_by"],
         duration(row["heartbeat_age_s"]),
     ]

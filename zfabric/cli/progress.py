@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from zfabric.cli import common
 
 if TYPE_CHECKING:
-    from zfabric.batchrun import Progress
+    from zfabric.batchwatch import Progress
 
 PLAIN_EVERY_S = 5.0
-BAR_CHARS = 24
+BAR_CHARS = 12
 
 
 class Lines(Protocol):
@@ -67,6 +67,7 @@ class Bar:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._drawn = False
 
     def progress(self, now: Progress) -> None:
         """Draw the line."""
@@ -74,6 +75,7 @@ class Bar:
         text = f"{_bar(now)} {in_words(now)}"[:width]
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()
+        self._drawn = True
 
     def notice(self, text: str) -> None:
         """Say it above the line."""
@@ -82,8 +84,9 @@ class Bar:
 
     def end(self) -> None:
         """Leave the line as it is."""
-        self._stream.write("\n")
-        self._stream.flush()
+        if self._drawn:
+            self._stream.write("\n")
+            self._stream.flush()
 
 
 def _bar(now: Progress) -> str:
