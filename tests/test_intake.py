@@ -224,6 +224,27 @@ def test_hold_waits_for_more_and_ends_with_it() -> None:
     assert bench.dispatch() == 1
 
 
+def test_next_job_is_held_as_the_first_was() -> None:
+    bench = Bench()
+    producer = bench.producer()
+    worker = bench.worker()
+    producer.submit([10] * 5)
+    bench.settle()
+    bench.dispatch()
+    for key in list(worker.batches):
+        worker.done(key)
+    bench.settle()
+    assert bench.dispatch() == 0
+    bench.now += 0.3
+    assert bench.dispatch() == 0
+    producer.submit([10] * 5, more=True)
+    bench.settle()
+    assert bench.dispatch() == 0
+    producer.submit([], more=False)
+    bench.settle()
+    assert bench.dispatch() == 1
+
+
 def test_hold_ends_when_the_intake_is_full() -> None:
     bench = Bench(max_items=10)
     producer = bench.producer()

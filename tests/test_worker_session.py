@@ -451,6 +451,31 @@ def test_batch_taken_back_while_it_runs_is_reported_and_not_named(net):
     assert session.settled
 
 
+def test_batch_is_named_until_the_last_of_its_results_is_acknowledged():
+    session = live_session()
+    session.receive(batch_frames(1, payloads=[b"a", b"b"]), 1.0)
+    serial, _ = session.start()
+    for index, final in ((0, False), (1, True)):
+        session.report(serial, [index], [Result.ok(b"A")], final=final)
+        session.tick(1.1)
+    ack = encode(Type.DONE_ACK, {"epoch": 7, "n": 1, "duplicates": 0})
+    session.receive(ack, 1.2)
+    assert not session.settled
+    session.tick(1.7)
+    assert decode(session.outbound[-1], TO_BROKER).fields["holding"] == [[7, 1]]
+    session.receive(ack, 1.8)
+    assert session.settled
+
+
+def test_nothing_is_started_while_the_link_is_down():
+    session = live_session()
+    session.receive(batch_frames(1, payloads=[b"a"]), 1.0)
+    session.receive(encode(Type.WHO_ARE_YOU), 1.1)
+    assert session.start() is None
+    session.receive(welcome_frames(epoch=8), 1.2)
+    assert session.start() is not None
+
+
 def test_second_welcome_sends_no_result_again():
     session = live_session()
     session.receive(batch_frames(1, payloads=[b"a"]), 1.0)
@@ -520,11 +545,12 @@ def test_batch_that_was_not_started_is_dropped_by_a_reconnect_and_run_once(net):
     assert Counter(worker.ran) == Counter(b"item %d" % k for k in range(1, 9))
 
 
-def test_engine_that_dies_while_the_link_is_down_is_charged_once(net):
+@pytest.mark.parametrize("heard", [True, False], ids=["STARTED arrived", "STARTED was lost"])
+def test_engine_that_dies_while_the_link_is_down_is_charged_once(net, heard):
     worker, producer = net.add(Hand(net, run_s=1.0)), net.add(Producer(net))
     producer.submit(4)
     net.until(lambda: worker.running is not None)
-    net.step(2)
+    net.step(2 if heard else 0)
     worker.cut()
     net.step(2)
     worker.die()

@@ -23,7 +23,13 @@ from zfabric.addresses import format_address, is_loopback
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
 from zfabric.errors import ConfigError
-from zfabric.protocol import FRAME_SLACK_BYTES, Type
+from zfabric.protocol import (
+    FRAME_SLACK_BYTES,
+    TOPIC_EVENT,
+    TOPIC_LANES,
+    TOPIC_SNAPSHOT,
+    Type,
+)
 from zfabric.store import MemoryStore
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
@@ -42,8 +48,6 @@ RETRY_S = 0.02
 STALLED_MESSAGES_MAX = 1_000
 # A turn later than this was the machine's fault or a stop signal; deadlines of others move.
 LATE_S = 0.5
-
-TOPIC_SNAPSHOT, TOPIC_EVENT, TOPIC_LANES = b"snapshot", b"event", b"lanes:"
 
 
 class Endpoints(NamedTuple):

@@ -57,15 +57,19 @@ class Offers:
         if self.draining:
             return None
         for model in self._fabric.models.values():
-            if model.paused or not model.draining.ready_items:
+            if model.paused:
                 continue
-            worker = self._next_worker(model)
-            if worker is None:
+            # With nothing ready the choice is asked all the same: a job that is over must be seen
+            # to be over, or the next one would start without its hold.
+            if not model.draining.ready_items and model.draining.current is None:
+                continue
+            worker = self._next_worker(model) if model.draining.ready_items else None
+            if worker is None and model.draining.ready_items:
                 continue
             choice = model.draining.choose(
                 now, pending_items=model.pending_items, intake_full=self.intake_full
             )
-            if choice.key is not None:
+            if choice.key is not None and worker is not None:
                 return self._offer(worker, self._fabric.groups[choice.key], now)
             if choice.wake_at is not None:
                 self.wake_at = min(self.wake_at or choice.wake_at, choice.wake_at)

@@ -46,6 +46,10 @@ WINDOW_MAX = 64
 BROKER_NUMBERS_FROM = 2**63
 NUMBER_MAX = BROKER_NUMBERS_FROM - 1
 
+# Topics of the statistics endpoint: the whole fabric, what happened, one shape's lanes (the topic
+# ends with its signature, 16 hex digits). Values are msgpack.
+TOPIC_SNAPSHOT, TOPIC_EVENT, TOPIC_LANES = b"snapshot", b"event", b"lanes:"
+
 
 class Type(enum.IntEnum):
     """Message types. Codes are part of the wire and never reused."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import msgpack
 import zmq
 
-from zfabric.broker import TOPIC_EVENT, TOPIC_LANES, TOPIC_SNAPSHOT
+from zfabric.protocol import TOPIC_EVENT, TOPIC_LANES, TOPIC_SNAPSHOT
 
 Snapshot = dict[str, Any]
 

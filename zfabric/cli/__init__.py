@@ -15,7 +15,19 @@ import traceback
 from collections.abc import Sequence
 
 import zfabric
-from zfabric.cli import batch, broker, common, config, demo, doctor, look, operate, setup, worker
+from zfabric.cli import (
+    batch,
+    broker,
+    common,
+    config,
+    demo,
+    doctor,
+    look,
+    operate,
+    setup,
+    top,
+    worker,
+)
 from zfabric.errors import (
     ConfigError,
     ConnectError,
@@ -28,7 +40,7 @@ from zfabric.errors import (
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3, 4, 5
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
-GROUPS = (demo, broker, worker, batch, look, operate, config, doctor, setup)
+GROUPS = (demo, broker, worker, batch, top, look, operate, config, doctor, setup)
 
 DESCRIPTION = """\
 A brokered work fabric for GPU inference: one broker decides which batch every item belongs in,

@@ -1,0 +1,44 @@
+"""`zfabric top`: the overview of a running fabric in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+
+from zfabric.addresses import format_address, parse_address
+from zfabric.cli import common
+from zfabric.errors import ConfigError
+
+TEXT = """
+Watch a running fabric: padding, the books, the cards, the jobs. Keys: space holds the picture, q
+ends. With --once, print the broker's status a single time and end.
+"""
+
+
+def add(commands: common.Commands) -> None:
+    """The command."""
+    parser = common.add_command(
+        commands, "top", run, "watch a running fabric", TEXT, "zfabric top --hz 2"
+    )
+    parser.add_argument("--hz", type=float, default=4.0, help="pictures a second (default: 4)")
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    common.add_json(parser)
+    common.add_broker(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the screen until the user leaves it."""
+    from zfabric.cli import look
+
+    if args.once or args.json:
+        return look.run_status(args)
+    if not 0.1 <= args.hz <= 30:
+        raise ConfigError(f"--hz must be between 0.1 and 30, not {args.hz:g}")
+    with common.operator(args) as client:
+        host, _ = parse_address(client.address)
+        stats = format_address(host, client.welcome["stats_port"])
+        address = client.address
+    from zfabric_tui.app import TopApp
+    from zfabric_tui.feed import LiveFeed
+
+    TopApp(LiveFeed(stats), address, hz=args.hz).run()
+    return 0
