@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,27 @@ def test_silent_feed_is_disconnected_and_keeps_running() -> None:
             return app.export_screenshot()
 
     assert "DISCONNECTED" in asyncio.run(draw())
+
+
+def test_picture_of_the_readme_is_what_the_screen_draws(tmp_path: Path) -> None:
+    """The picture in docs/ is made here: PICTURES=docs pytest tests/test_tui.py."""
+    before, after = snapshots()
+
+    async def draw() -> str:
+        app = TopApp(FakeFeed([before, after]), "tcp://127.0.0.1:7410")
+        async with app.run_test(size=(80, 24)) as pilot:
+            app.refresh_picture()
+            await pilot.pause()
+            return app.export_screenshot(title="zfabric top")
+
+    picture = asyncio.run(draw())
+    kept = Path(os.environ.get("PICTURES", tmp_path)) / "overview.svg"
+    kept.write_text(picture, encoding="utf-8")
+    shipped = (Path(__file__).parents[1] / "docs" / "overview.svg").read_text(encoding="utf-8")
+    assert words_of(shipped) == words_of(picture)
+
+
+def words_of(svg: str) -> list[str]:
+    """The words that a picture shows, without what differs from run to run (ids, ages)."""
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    return [re.sub(r"\d+\.\d s old", "age", text.replace("&#160;", " ")) for text in texts]
