@@ -254,10 +254,11 @@ def test_hold_counts_from_the_first_item_that_still_waits() -> None:
 
 
 def drained(limits: DrainLimits = PATIENT) -> Draining[str]:
-    """A model whose current shape `a` ran empty at 1.0."""
+    """A model whose current shape `a`, which items trickle into, ran empty at 1.0."""
     draining: Draining[str] = Draining(limits)
-    draining.added("a", 2, 10, 0.0)
+    draining.added("a", 1, 5, 0.0)
     assert ask(draining, 0.0).key == "a"
+    draining.added("a", 1, 5, 0.9)
     draining.removed("a", 2, 10, 1.0, served=True)
     return draining
 
@@ -292,8 +293,19 @@ def test_next_visit_has_its_own_linger() -> None:
     draining.added("b", 1, 10, 1.0)
     assert ask(draining, 2.0).key == "b"
     draining.added("a", 1, 10, 2.0)
-    draining.removed("b", 1, 10, 3.0, served=True)
+    draining.added("b", 1, 10, 2.9)
+    draining.removed("b", 2, 20, 3.0, served=True)
     assert ask(draining, 3.0) == (None, 3.25)
+
+
+def test_shape_that_gets_nothing_any_more_is_left_without_a_linger() -> None:
+    draining: Draining[int] = Draining(PATIENT)
+    for prompt in range(50):
+        draining.added(prompt, 1, 10, 0.0)
+    for prompt in range(50):
+        now = 1.0 + prompt / 1_000
+        assert ask(draining, now).key == prompt
+        draining.removed(prompt, 1, 10, now, served=True)
 
 
 def test_job_is_over_only_when_nothing_is_pending_and_the_linger_is_over() -> None:

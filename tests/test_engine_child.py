@@ -13,7 +13,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-from engines import (
+
+from tests.engines import (
     ClosingEngine,
     CountingEngine,
     DescribingEngine,
@@ -23,7 +24,6 @@ from engines import (
     UnloadableEngine,
     batch_of,
 )
-
 from zfabric import engine_child
 from zfabric.engine import CacheStats, Result
 from zfabric.engine_child import EngineChild, Exited, Failed, Loaded, Results, Stats

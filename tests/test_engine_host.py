@@ -4,8 +4,8 @@ import multiprocessing
 
 import msgpack
 import pytest
-from engines import EchoEngine, ObeyingEngine, batch_of
 
+from tests.engines import EchoEngine, ObeyingEngine, batch_of
 from zfabric import engine_host
 from zfabric.engine import CacheStats, Result
 from zfabric.engine_host import TEXT_BYTES_MAX, _answers, _batch_of, run_message, unpacker

@@ -623,7 +623,7 @@ def test_worker_silent_for_a_little_over_its_lease_is_served_again(net):
     net.step(int(1.2 * LEASE_S / STEP_S))
     assert net.broker.fabric.workers["w"].peer is None
     worker.frozen = False
-    worker.session.shift(1.2 * LEASE_S)
+    worker.session.shift(1.2 * LEASE_S, net.now)
     net.until(lambda: len(producer.results) == 4)
     producer.submit(4)
     net.until(lambda: len(producer.results) == 8)
@@ -643,13 +643,28 @@ def test_worker_stopped_for_long_comes_back_with_its_result(net, rescued):
         net.add(Hand(net, "other"))
         net.until(lambda: len(producer.results) == 4)
     worker.frozen = False
-    worker.session.shift(15.0)
+    worker.session.shift(15.0, net.now)
     worker.wire()
     net.until(lambda: len(producer.results) == 4)
     net.step(20)
     net.check(producer, 4)
     assert worker.session._held == {}
     assert net.status()["duplicates_total"] == (4 if rescued else 0)
+
+
+def test_batch_that_waited_through_a_long_stop_is_not_run_by_two(net):
+    worker, producer = net.add(Hand(net, "slow", run_s=1.0)), net.add(Producer(net))
+    producer.submit(8)
+    net.until(lambda: worker.session.ready)
+    net.step(2)
+    worker.frozen = True
+    net.add(Hand(net, "other"))
+    net.until(lambda: len(producer.results) == 8)
+    worker.frozen = False
+    worker.session.shift(15.0, net.now)
+    net.step(20)
+    assert len(worker.ran) == 4
+    net.check(producer, 8)
 
 
 def test_task_of_three_leases_runs_once(net):
@@ -904,7 +919,7 @@ def test_whatever_breaks_every_item_ends_once(seed, plan):
         net.step(steps)
     for worker in workers:
         worker.frozen = worker.stuck_up = worker.stuck_down = False
-        worker.session.shift(100.0)
+        worker.session.shift(100.0, net.now)
         if not worker.connected:
             worker.wire()
     net.until(lambda: len(producer.results) == 60, limit_s=120.0)

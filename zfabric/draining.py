@@ -188,6 +188,7 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
+        "_arrived_at",
         "_first_at",
         "_leave_at",
         "_limits",
@@ -212,6 +213,8 @@ class Draining(Generic[K]):
         # What trickles in for it meanwhile is served at once and does not restart the linger;
         # otherwise a trickle into the current shape, an item per 200 ms, would starve all others.
         self._leave_at: float | None = None
+        # When each ready shape last got an item: one that gets none any more is not waited for.
+        self._arrived_at: dict[K, float] = {}
 
     @property
     def ready_items(self) -> int:
@@ -238,6 +241,7 @@ class Draining(Generic[K]):
         """
         was_idle = not self._ready.items
         self._ready.added(key, items, tokens, now)
+        self._arrived_at[key] = now
         if was_idle:
             self._first_at = now
 
@@ -246,9 +250,14 @@ class Draining(Generic[K]):
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        emptied = self._ready.removed(key, items, tokens, now, served)
-        if emptied and key == self.current and self._leave_at is None:
-            self._leave_at = now + self._limits.linger_s
+        if not self._ready.removed(key, items, tokens, now, served):
+            return
+        arrived_at = self._arrived_at.pop(key)
+        if key == self.current and self._leave_at is None:
+            # Waiting is for a shape that items still trickle into. Where each prompt has a shape
+            # of its own, lingering on each for 200 ms would serve five prompts a second.
+            trickles = now - arrived_at < self._limits.linger_s
+            self._leave_at = now + self._limits.linger_s if trickles else now
 
     def set_more(self, producer: Hashable, more: bool) -> None:
         """The producer's last submit said whether it knows of more to come."""

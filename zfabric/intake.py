@@ -28,8 +28,8 @@ Send = Callable[..., None]
 # One RESULT message: large enough to pay for itself, small enough for one turn of the loop.
 RESULT_ITEMS_MAX = 4_096
 RESULT_BYTES_MAX = 1024 * 1024
-# Shapes that one connection may have declared at a time; beyond it a producer must reconnect.
-SHAPES_PER_PEER_MAX = 1_000_000
+# Shapes that one connection may have declared at a time; a producer of more uses its ids again.
+SHAPES_PER_PEER_MAX = 65_536
 
 
 class Refusal(NamedTuple):
@@ -83,7 +83,7 @@ class Intake:
     def shape(self, peer: Peer, fields: dict[str, Any]) -> None:
         """A shape's id on this connection. Raises PeerError where it contradicts a known one."""
         number = fields["id"]
-        if len(peer.shapes) >= SHAPES_PER_PEER_MAX:
+        if len(peer.shapes) >= SHAPES_PER_PEER_MAX and number not in peer.shapes:
             raise PeerError("too_many_shapes", f"at most {SHAPES_PER_PEER_MAX} a connection")
         raw = fields["components"]
         components = struct.unpack(f"<{len(raw) // 8}Q", raw)
@@ -232,10 +232,10 @@ class Intake:
         self._owed.clear()
 
     def result_ack(self, producer: Producer, upto: int) -> None:
-        """The producer has its results up to sequence number `upto`. Raises PeerError past sent."""
+        """The producer has its results up to sequence number `upto`. Raises PeerError past last."""
         outbox = producer.outbox
-        if upto > outbox.sent:
-            raise PeerError("malformed", f"acknowledged {upto} of {outbox.sent} results sent")
+        if upto > outbox.last:
+            raise PeerError("malformed", f"acknowledged {upto} of {outbox.last} results")
         before = outbox.payload_bytes
         freed = outbox.ack(upto)
         self._fabric.outbox_bytes -= before - outbox.payload_bytes

@@ -69,11 +69,16 @@ class Outbox:
         return first, chosen
 
     def ack(self, upto: int) -> int:
-        """Free results up to sequence number `upto`, never past what was sent; returns how many."""
-        count = min(upto, self.sent) - self.acked
+        """Free results up to sequence number `upto`; returns how many.
+
+        They may be beyond `sent`: sent on an earlier connection, acknowledged on this one.
+        """
+        count = max(0, min(upto, self.last) - self.acked)
         for _ in range(count):
             size = len(self._results.popleft().payload)
             self.payload_bytes -= size
-            self.bytes_in_flight -= size
-        self.acked += max(count, 0)
-        return max(count, 0)
+            self.acked += 1
+            if self.acked <= self.sent:
+                self.bytes_in_flight -= size
+        self.sent = max(self.sent, self.acked)
+        return count

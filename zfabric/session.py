@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,12 +29,16 @@ MESSAGES_IN_FLIGHT_MAX = 64
 HEARTBEAT_S = 1.0
 # HELLO is said again when there is no WELCOME after this long.
 GREETING_S = 1.0
-# A broker that says nothing for this long is gone: a new socket, a new HELLO.
-SILENT_S = 5.0
+# A broker that says nothing for this long, or for three of its heartbeats, is gone: a new socket.
+SILENT_S, SILENT_BEATS = 5.0, 3
 # After a refusal: wait, then twice as long, up to the maximum.
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 # HELLO refused because the name is taken: the old holder may be dead and not yet known to be.
 NAME_RETRY_S = 0.5
+
+# Shapes that have an id on the connection at a time: more than a message has items, so that no id
+# is needed twice in one message.
+SHAPES_DECLARED_MAX = 8 * MESSAGE_ITEMS
 
 # Errors that another attempt cannot cure.
 FATAL_CODES = frozenset({"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"})
@@ -47,7 +51,9 @@ class Outgoing:
     numbers: array[int]
     lengths: array[int]
     sizes: array[int]
-    shapes: array[int]
+    # the distinct shapes, and which of them each item has
+    shapes: list[Shape]
+    shape_index: array[int]
     body: bytes
     after: int
 
@@ -105,8 +111,8 @@ class Session:
         self._sent = 0
         self._resume_at: float | None = None
         self._retry_s = RETRY_S
-        self._shapes: dict[Shape, int] = {}
-        self._declared: set[int] = set()
+        # ids that shapes have on this connection, longest unused first
+        self._declared: OrderedDict[Shape, int] = OrderedDict()
         self._seen_seq = 0
         self._requests: dict[int, tuple[str, dict[str, Any]]] = {}
         self._next_request = 1
@@ -164,22 +170,19 @@ class Session:
         payloads: Sequence[bytes],
         numbers: Sequence[int],
     ) -> None:
+        places: dict[Shape, int] = {}
+        index = array("I", [places.setdefault(shape, len(places)) for shape in shapes])
         message = Outgoing(
             array("Q", numbers),
             array("I", lengths),
             array("I", map(len, payloads)),
-            array("I", map(self._shape_number, shapes)),
+            list(places),
+            index,
             b"".join(payloads),
             self._last_number,
         )
         self._last_number = message.last
         self._messages.append(message)
-
-    def _shape_number(self, shape: Shape) -> int:
-        number = self._shapes.get(shape)
-        if number is None:
-            number = self._shapes[shape] = len(self._shapes)
-        return number
 
     def request(self, op: str, args: dict[str, Any] | None = None) -> int:
         """Ask something of the broker; its reply comes with the number returned here."""
@@ -229,7 +232,7 @@ class Session:
         news = News()
         if self.state == "closed":
             return news
-        if now - self._heard_s > SILENT_S:
+        if now - self._heard_s > self._silent_s:
             self.state = "closed"
             news.reconnect = True
             return news
@@ -246,13 +249,18 @@ class Session:
         self._pump()
         return news
 
+    @property
+    def _silent_s(self) -> float:
+        beat_s = self.welcome.get("heartbeat_s", HEARTBEAT_S)
+        return max(SILENT_S, SILENT_BEATS * beat_s) if isinstance(beat_s, int | float) else SILENT_S
+
     def shift(self, late_s: float) -> None:
         """This side was late by so much; the broker is not to be judged for it."""
         self._heard_s += late_s
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do next, or None."""
-        due = [self._heard_s + SILENT_S]
+        due = [self._heard_s + self._silent_s]
         if self.state == "closed":
             return None
         if self.state == "greeting" and self._greet_at is not None:
@@ -296,7 +304,9 @@ class Session:
         self.state = "live"
         self._greet_at = None
         self.welcome = fields
-        if self.store is not None and self.store != fields["store"]:
+        # Fewer numbers than it had accepted mean that it has forgotten this producer.
+        forgotten = fields.get("upto", 0) < self.upto
+        if self.store is not None and (self.store != fields["store"] or forgotten):
             news.lost = True
             self._seen_seq = 0
         if self.store is None or news.lost:
@@ -373,12 +383,11 @@ class Session:
             return
         while self._sent < min(len(self._messages), MESSAGES_IN_FLIGHT_MAX):
             message = self._messages[self._sent]
-            self._declare(message)
             more = self.more or self._sent + 1 < len(self._messages)
             self._send_submit(message, more)
             self._sent += 1
         if self._more_sent and not self.more and not self._messages:
-            empty = Outgoing(array("Q"), array("I"), array("I"), array("I"), b"", 0)
+            empty = Outgoing(array("Q"), array("I"), array("I"), [], array("I"), b"", 0)
             self._send_submit(empty, False)
 
     def pump(self) -> None:
@@ -388,26 +397,35 @@ class Session:
     def _send_submit(self, message: Outgoing, more: bool) -> None:
         lengths = message.lengths
         order = sorted(range(len(lengths)), key=lengths.__getitem__) if len(lengths) > 1 else []
+        ids = [self._declare(shape) for shape in message.shapes]
         columns = [
             packed("Q", message.numbers),
             packed("I", lengths),
             packed("I", message.sizes),
-            packed("I", message.shapes),
+            packed("I", [ids[k] for k in message.shape_index]),
             packed("I", order),
         ]
         fields = {"after": message.after, "more": more}
         self.outbound.append(encode(Type.SUBMIT, fields, columns, message.body))
         self._more_sent = more
 
-    def _declare(self, message: Outgoing) -> None:
-        wanted = set(message.shapes) - self._declared
-        if not wanted:
-            return
-        for shape, number in self._shapes.items():
-            if number in wanted:
-                words = struct.pack(f"<{len(shape.components)}Q", *shape.components)
-                fields = {"id": number, "model": shape.model, "components": words}
-                if shape.tokens:
-                    fields["tokens"] = list(shape.tokens)
-                self.outbound.append(encode(Type.SHAPE, fields))
-        self._declared |= wanted
+    def _declare(self, shape: Shape) -> int:
+        """The shape's id on this connection, declared if need be; the longest unused id is reused.
+
+        The broker reads in order, so an id may stand for another shape in a later message.
+        """
+        number = self._declared.get(shape)
+        if number is not None:
+            self._declared.move_to_end(shape)
+            return number
+        if len(self._declared) < SHAPES_DECLARED_MAX:
+            number = len(self._declared)
+        else:
+            _, number = self._declared.popitem(last=False)
+        self._declared[shape] = number
+        words = struct.pack(f"<{len(shape.components)}Q", *shape.components)
+        fields = {"id": number, "model": shape.model, "components": words}
+        if shape.tokens:
+            fields["tokens"] = list(shape.tokens)
+        self.outbound.append(encode(Type.SHAPE, fields))
+        return number

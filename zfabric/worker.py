@@ -251,7 +251,7 @@ class Worker:
         late_s = now - self._woke_s - self._waited_s
         self._woke_s = now
         if late_s > LATE_S:
-            self._session.shift(late_s)
+            self._session.shift(late_s, now)
             if self._asking is not None:
                 self._asking.shift(late_s)
         self._receive(now)
@@ -287,8 +287,9 @@ class Worker:
         if self._refusal is not None:
             since, code, text = self._refusal
             if now - since > self._timeout_s:
-                kind = NameInUse if code == "name_in_use" else ConnectError
-                raise kind(f"{text} at {self.address}; choose another name, or wait for it to end")
+                if code == "name_in_use":
+                    raise NameInUse(f"{text} at {self.address}; choose another name")
+                raise ConnectError(f"{self.address}: {code}: {text}")
         elif not self._met and now - self._began_s > self._timeout_s:
             raise ConnectError(
                 f"no broker answered at {self.address} within {self._timeout_s:g} s; start one "

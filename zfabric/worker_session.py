@@ -40,7 +40,8 @@ GREETING_S = 1.0
 REFUSED_RETRY_S = 0.5
 # A broker that says nothing for this long, or three of its heartbeats, is gone.
 SILENT_S, SILENT_HEARTBEATS = 5.0, 3.0
-HEARTBEAT_DEFAULT_S = 1.0
+# Where WELCOME does not say.
+HEARTBEAT_DEFAULT_S, LEASE_DEFAULT_S = 1.0, 10.0
 # The broker's limit of a payload where it names none.
 PAYLOAD_DEFAULT_BYTES = 1024 * 1024
 # Remarks in RETURNED; the wire takes 8 KiB.
@@ -252,9 +253,15 @@ class WorkerSession:
             self._pump()
         return news
 
-    def shift(self, late_s: float) -> None:
-        """This side was late by so much; the broker is not to be judged for it."""
+    def shift(self, late_s: float, now: float) -> None:
+        """This side was late by so much; the broker is not to be judged for it.
+
+        After a whole lease the broker may have given to others what is ready here: it is asked
+        before any of that is started.
+        """
         self._heard_s += late_s
+        if self.state == LIVE and late_s >= self._told_s("lease_s", LEASE_DEFAULT_S):
+            self._greet(now)
 
     def wake_at(self) -> float | None:
         """When `tick` has something to do next if nothing happens, or None."""
@@ -263,11 +270,13 @@ class WorkerSession:
         due = self._greet_at if self.state == GREETING else self._next_beat_s
         return min(due, self._heard_s + self._silent_s)
 
+    def _told_s(self, name: str, default_s: float) -> float:
+        told = self.welcome.get(name)
+        return float(told) if isinstance(told, int | float) and told >= 0.01 else default_s
+
     @property
     def _heartbeat_s(self) -> float:
-        told = self.welcome.get("heartbeat_s")
-        usable = isinstance(told, int | float) and 0.01 <= told <= 3_600
-        return float(told) if usable and told is not None else HEARTBEAT_DEFAULT_S
+        return self._told_s("heartbeat_s", HEARTBEAT_DEFAULT_S)
 
     @property
     def _silent_s(self) -> float:
