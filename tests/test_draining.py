@@ -72,18 +72,22 @@ class NaiveDraining:
         self.more: set[str] = set()
         self.current: str | None = None
         self.first_waiting = 0.0
-        self.ran_empty: list[float] = []
+        # When the current shape ran empty, and whether items still trickled into it then.
+        self.ran_empty: list[tuple[float, bool]] = []
+        self.arrived: dict[str, float] = {}
         self.switches = 0
 
     def added(self, key: str, items: int, tokens: int, now: float) -> None:
         if not self.ready.keys:
             self.first_waiting = now
+        self.arrived[key] = now
         self.ready.added(key, items, tokens, now)
 
     def removed(self, key: str, items: int, tokens: int, now: float, served: bool) -> None:
         self.ready.removed(key, items, tokens, now, served)
         if key == self.current and key not in self.ready.keys:
-            self.ran_empty.append(now)
+            trickled = now < self.arrived[key] + self.limits.linger_s
+            self.ran_empty.append((now, trickled))
 
     def visit(self, key: str | None) -> None:
         self.switches += self.current is not None and key is not None
@@ -91,7 +95,8 @@ class NaiveDraining:
         self.ran_empty = []
 
     def choose(self, now: float, pending: int, intake_full: bool) -> str | None:
-        lingering = bool(self.ran_empty) and now < self.ran_empty[0] + self.limits.linger_s
+        first, trickled = self.ran_empty[0] if self.ran_empty else (now, False)
+        lingering = trickled and now < first + self.limits.linger_s
         items = sum(row.items for row in self.ready.keys.values())
         if not items:
             if self.current is not None and not pending and not lingering:
