@@ -330,6 +330,8 @@ class Bench:
                 rows = {row.id: row.outstanding for row in group.lanes.rows()}
                 assert {k: v for k, v in rows.items() if v} == counted
             ready += group_refs
+        tokens = sum(fabric.store.describe(ref).length for ref in ready)
+        assert (fabric.store.ready_items, fabric.store.ready_tokens) == (len(ready), tokens)
         everywhere = ready + list(fabric.pending.by_ref)
         assert len(everywhere) == len(set(everywhere)) == fabric.store.items
         held = [b for w in fabric.workers.values() for b in w.held.values()]

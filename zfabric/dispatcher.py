@@ -39,8 +39,10 @@ PRODUCERS, WORKERS = "producers", "workers"
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
 # Connections at once; each costs a few kilobytes here and a descriptor in the socket.
 PEERS_MAX = 20_000
-# Shapes looked after in one turn of upkeep: a full one of 2,048 lanes costs a fraction of a ms.
-UPKEEP_SHAPES = 16
+# Upkeep and judgement are due this often; a busy loop turns a thousand times a second.
+UPKEEP_S = 0.1
+# Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
+UPKEEP_LANES = 4_096
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
 
@@ -77,6 +79,8 @@ class Dispatcher:
             self.fabric, self._meta, self.drain, self._cancel, self._forget
         )
         self._next_heartbeat_s = 0.0
+        self._next_upkeep_s = 0.0
+        self._next_judgement_s = 0.0
         self._upkeep: Iterator[int] = iter(())
         self._chores: deque[Iterator[None]] = deque()
         self._started_s: float | None = None
@@ -273,8 +277,12 @@ class Dispatcher:
             for peer in list(self.peers.values()):
                 self._send(peer, Type.HEARTBEAT, {"boot": self.boot_id})
         self._now = now
-        self._maintain(now)
-        if drained:
+        self._work_off_chores()
+        if now >= self._next_upkeep_s:
+            self._next_upkeep_s = now + UPKEEP_S
+            self._maintain(now)
+        if drained and now >= self._next_judgement_s:
+            self._next_judgement_s = now + UPKEEP_S
             self._judge(now)
 
     def _judge(self, now: float) -> None:
@@ -295,14 +303,18 @@ class Dispatcher:
             peer.heard_s += late_s
 
     def _maintain(self, now: float) -> None:
-        for _ in range(UPKEEP_SHAPES):
+        lanes = 0
+        while lanes < UPKEEP_LANES:
             number = next(self._upkeep, None)
             if number is None:
                 self._upkeep = iter(list(self.fabric.groups))
                 break
             group: Group | None = self.fabric.groups.get(number)
             if group is not None:
+                lanes += 1 + len(group.queues)
                 self.fabric.maintain(group, now)
+
+    def _work_off_chores(self) -> None:
         for _ in range(len(self._chores)):
             chore = self._chores.popleft()
             if next(chore, self) is not self:

@@ -171,10 +171,9 @@ class Fabric:
         """Assign lanes to new items of one shape and store them; `publish` makes them ready."""
         group = self.group_for(shape)
         if group.lanes is None:
-            mixed = (group.number_of(shape),) * len(lengths) if self._is_fifo else ()
-            plain = Append(
-                lengths, lengths, bytes(len(lengths)), producer.index, numbers, payloads, mixed
-            )
+            places = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
+            tags = bytes(len(lengths))
+            plain = Append(lengths, places, tags, producer.index, numbers, payloads)
             self.store.append(self._queue(group, 0), plain, now)
         else:
             self._accept_in_lanes(group, group.lanes, producer, numbers, lengths, payloads, now)
@@ -221,7 +220,9 @@ class Fabric:
         queue = group.queues.get(lane)
         if queue is None:
             signature = 0 if self._is_fifo else group.signature
-            queue = self.store.open_queue(group.model.name, signature, group.id, lane)
+            queue = self.store.open_queue(
+                group.model.name, signature, group.id, lane, mixed=self._is_fifo
+            )
             group.queues[lane] = queue
         return queue
 

@@ -22,7 +22,8 @@ TOP_ROWS_MAX = 50
 
 def status(fabric: Fabric, now: float) -> dict[str, Any]:
     """The whole fabric in one map; the ledger's identity is recomputed, not assumed."""
-    ready = _ready(fabric)
+    # The store's own count, the pending map's and the ledger's: three sources, one identity.
+    ready = (fabric.store.ready_items, fabric.store.ready_tokens)
     pending = (fabric.pending.items, fabric.pending.tokens)
     balance = fabric.flow.balance(ready, pending)
     flow = fabric.flow
@@ -89,17 +90,6 @@ def _padding(fabric: Fabric) -> dict[str, Any]:
         "cost_ratio": waste.cost_ratio,
         **lanes,
     }
-
-
-def _ready(fabric: Fabric) -> tuple[int, int]:
-    """Ready items and tokens, summed over the queues' own counts and not over the fabric's."""
-    items = tokens = 0
-    for group in fabric.groups.values():
-        if group.outstanding:
-            for queue in group.queues.values():
-                items += queue.ready_items
-                tokens += queue.ready_tokens
-    return items, tokens
 
 
 def _lanes_total(fabric: Fabric) -> dict[str, Any]:

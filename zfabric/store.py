@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,39 +33,29 @@ ENTRY_MASK = (1 << ENTRY_BITS) - 1
 LIVE, TOMBSTONE = 0, 1
 
 
+# Words of `Segment.meta` for each entry: number; producer << 32 | target; microseconds << 8 | tag.
+META_WORDS = 3
+
+
 class Segment:
-    """Columns of one (model, signature, lane), one entry an item, in arrival order."""
+    """Columns of one (model, signature, lane), one entry an item, in arrival order.
+
+    Few objects, since there may be millions of lanes: what is read only when an item is dispatched
+    or ends shares one array. Where a queue mixes shapes (and so has no lanes) the place of the
+    target holds the caller's shape number.
+    """
 
     __slots__ = (
-        "boundary",
-        "cursor",
-        "deleted",
-        "done_ahead",
-        "lengths",
-        "nonce",
-        "numbers",
-        "payloads",
-        "producers",
-        "queue",
-        "shapes",
-        "slot",
-        "states",
-        "tags",
-        "targets",
-        "times",
-    )
+        "boundary", "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
+        "queue", "slot", "states",
+    )  # fmt: skip
 
     def __init__(self, slot: int, nonce: int, queue: LaneQueue) -> None:
         self.slot = slot
         self.nonce = nonce
         self.queue = queue
         self.lengths = array("I")
-        self.targets = array("I")
-        self.tags = bytearray()
-        self.producers = array("I")
-        self.numbers = array("Q")
-        self.times = array("d")
-        self.shapes = array("I")
+        self.meta = array("Q")
         self.payloads: list[bytes | None] = []
         self.states = bytearray()
         self.boundary = 0
@@ -74,30 +63,35 @@ class Segment:
         self.deleted = 0
         self.done_ahead = 0
 
+    def number(self, entry: int) -> int:
+        """The producer's number of an item."""
+        return self.meta[META_WORDS * entry]
+
+    def producer(self, entry: int) -> int:
+        """The index of the producer of an item."""
+        return self.meta[META_WORDS * entry + 1] >> 32
+
+    def enqueued_s(self, entry: int) -> float:
+        """When an item was appended, in seconds on the caller's clock."""
+        return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
+
 
 class LaneQueue:
     """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
 
     __slots__ = (
-        "group",
-        "lane",
-        "longest_known",
-        "model",
-        "ready_items",
-        "ready_tokens",
-        "returned",
-        "segments",
-        "signature",
-        "solo",
-        "unpublished",
-    )
+        "group", "lane", "longest_known", "mixed", "model", "ready_items", "ready_tokens",
+        "returned", "segments", "signature", "solo", "unpublished",
+    )  # fmt: skip
 
-    def __init__(self, model: str, signature: int, group: int, lane: int) -> None:
+    def __init__(self, model: str, signature: int, group: int, lane: int, *, mixed: bool) -> None:
         self.model = model
         self.signature = signature
         self.group = group
         self.lane = lane
-        self.segments: deque[Segment] = deque()
+        self.mixed = mixed
+        # oldest first; a list, since there is mostly one and a deque weighs ten times as much
+        self.segments: list[Segment] = []
         self.returned: SortedList[int] | None = None
         self.solo: set[int] | None = None
         self.ready_items = 0
@@ -111,8 +105,8 @@ class LaneQueue:
 class Append:
     """Items of one producer for one queue, as columns of equal length.
 
-    `targets` is each item's lane target just after it was assigned, `tags` how it was assigned,
-    `shapes` the caller's shape numbers where a queue mixes shapes (empty where it is shape-pure).
+    `targets` is each item's lane target just after it was assigned, or the caller's shape number
+    where a queue mixes shapes; `tags` is how it was assigned.
     """
 
     lengths: Sequence[int]
@@ -121,7 +115,6 @@ class Append:
     producer: int
     numbers: Sequence[int]
     payloads: list[bytes]
-    shapes: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -185,14 +178,19 @@ class MemoryStore:
         self._next_slot = 0
         self._dirty: list[LaneQueue] = []
         self.attempts: dict[int, int] = {}
+        # live items, and how many are ready: counted here alone, for the ledger to compare
         self.items = 0
+        self.ready_items = 0
+        self.ready_tokens = 0
         self.payload_bytes = 0
 
     # -- adding -------------------------------------------------------------------------------
 
-    def open_queue(self, model: str, signature: int, group: int, lane: int) -> LaneQueue:
-        """A queue for a lane that has none."""
-        return LaneQueue(model, signature, group, lane)
+    def open_queue(
+        self, model: str, signature: int, group: int, lane: int, *, mixed: bool = False
+    ) -> LaneQueue:
+        """A queue for a lane that has none; `mixed` where it is to hold several shapes."""
+        return LaneQueue(model, signature, group, lane, mixed=mixed)
 
     def append(self, queue: LaneQueue, items: Append, now: float) -> None:
         """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
@@ -203,15 +201,13 @@ class MemoryStore:
         else:
             segment = self._new_segment(queue)
         segment.lengths.extend(items.lengths)
-        segment.targets.extend(items.targets)
-        segment.tags.extend(items.tags)
-        segment.producers.extend((items.producer,) * count)
-        segment.numbers.extend(items.numbers)
-        segment.times.extend((now,) * count)
+        owner, at = items.producer << 32, int(now * 1e6) << 8
+        words: list[int] = []
+        for number, target, tag in zip(items.numbers, items.targets, items.tags, strict=True):
+            words += (number, owner | target, at | tag)
+        segment.meta.extend(words)
         segment.payloads.extend(items.payloads)
         segment.states.extend(bytes(count))
-        if items.shapes:
-            segment.shapes.extend(items.shapes)
         self.items += count
         self.payload_bytes += sum(map(len, items.payloads))
         if not queue.unpublished:
@@ -221,9 +217,8 @@ class MemoryStore:
     def _new_segment(self, queue: LaneQueue) -> Segment:
         slot = self._next_slot
         self._next_slot += 1
-        nonce = self._random_u64()
-        while nonce in self._slot_of_nonce:
-            nonce = self._random_u64()
+        while (nonce := self._random_u64()) in self._slot_of_nonce:
+            continue
         segment = Segment(slot, nonce, queue)
         self._slots[slot] = segment
         self._slot_of_nonce[nonce] = slot
@@ -248,8 +243,7 @@ class MemoryStore:
                 if queue.longest_known is not None:
                     queue.longest_known = max(queue.longest_known, max(lengths))
                 segment.boundary += fresh
-            queue.ready_items += items
-            queue.ready_tokens += tokens
+            self._readied(queue, items, tokens)
             queue.unpublished = False
             published.append((queue, items, tokens))
         self._dirty.clear()
@@ -315,10 +309,10 @@ class MemoryStore:
         times = []
         if queue.returned:
             ref = queue.returned[0]
-            times.append(self._slots[ref >> ENTRY_BITS].times[ref & ENTRY_MASK])
+            times.append(self._slots[ref >> ENTRY_BITS].enqueued_s(ref & ENTRY_MASK))
         for segment in queue.segments:
             if segment.cursor < segment.boundary:
-                times.append(segment.times[segment.cursor])
+                times.append(segment.enqueued_s(segment.cursor))
                 break
         return min(times, default=None)
 
@@ -327,7 +321,7 @@ class MemoryStore:
         return [
             ref
             for ref in self.peek_all(queue)
-            if self._slots[ref >> ENTRY_BITS].producers[ref & ENTRY_MASK] == producer
+            if self._slots[ref >> ENTRY_BITS].producer(ref & ENTRY_MASK) == producer
         ]
 
     def columns(self, refs: Sequence[int]) -> Columns:
@@ -341,12 +335,12 @@ class MemoryStore:
             payload = segment.payloads[entry]
             if payload is None:
                 raise InvariantError(f"item {ref:#x} is live but has no payload")
+            place = META_WORDS * entry
             out.nonces.append(segment.nonce)
-            out.targets.append(segment.targets[entry])
-            out.tags.append(segment.tags[entry])
+            target = segment.meta[place + 1] & ENTRY_MASK
+            (out.shapes if segment.queue.mixed else out.targets).append(target)
+            out.tags.append(segment.meta[place + 2] & 0xFF)
             out.payloads.append(payload)
-            if segment.shapes:
-                out.shapes.append(segment.shapes[entry])
         return out
 
     def signature_of(self, slot: int) -> tuple[str, int]:
@@ -392,17 +386,25 @@ class MemoryStore:
                 segment.done_ahead -= skipped
             segment.cursor = cursor
         while len(queue.segments) > 1 and self._is_read(queue.segments[0]):
-            queue.segments.popleft()
+            del queue.segments[0]
         self._unready(queue, len(take.refs), take.lengths)
 
     @staticmethod
     def _is_read(segment: Segment) -> bool:
         return segment.cursor >= len(segment.states)
 
-    @staticmethod
-    def _unready(queue: LaneQueue, items: int, lengths: Sequence[int]) -> None:
+    def _readied(self, queue: LaneQueue, items: int, tokens: int) -> None:
+        queue.ready_items += items
+        queue.ready_tokens += tokens
+        self.ready_items += items
+        self.ready_tokens += tokens
+
+    def _unready(self, queue: LaneQueue, items: int, lengths: Sequence[int]) -> None:
+        tokens = sum(lengths)
         queue.ready_items -= items
-        queue.ready_tokens -= sum(lengths)
+        queue.ready_tokens -= tokens
+        self.ready_items -= items
+        self.ready_tokens -= tokens
         if not queue.ready_items:
             queue.longest_known = 0
         elif queue.longest_known is not None and max(lengths, default=0) >= queue.longest_known:
@@ -423,8 +425,7 @@ class MemoryStore:
             if queue.solo is None:
                 queue.solo = set()
             queue.solo.add(ref)
-        queue.ready_items += 1
-        queue.ready_tokens += length
+        self._readied(queue, 1, length)
         if queue.longest_known is not None:
             queue.longest_known = max(queue.longest_known, length)
         return queue
@@ -450,10 +451,10 @@ class MemoryStore:
         entry = ref & ENTRY_MASK
         return Ended(
             segment.queue,
-            segment.producers[entry],
-            segment.numbers[entry],
+            segment.producer(entry),
+            segment.number(entry),
             segment.lengths[entry],
-            segment.times[entry],
+            segment.enqueued_s(entry),
             self.attempts.get(ref, 0),
             segment.payloads[entry] or b"",
         )
