@@ -333,21 +333,21 @@ class Fabric:
         known = self.store.describe(ref)
         producer = self.producers[known.producer]
         if producer is not None:
-            retry_of = self.retries.pop(known.number, None)
+            retry_of = self.retries.pop(known.number, None) if self.retries else None
             self.post(producer, Stored(known.number, status, payload, retry_of))
         waiting = ref not in self.pending.by_ref
-        ended = self.store.complete(ref)
-        group = self.groups[ended.queue.group]
+        self.store.complete(ref)
+        group = self.groups[known.queue.group]
         if waiting:
-            self._unreadied(ended.queue, 1, ended.length, now, served=False)
+            self._unreadied(known.queue, 1, known.length, now, served=False)
         else:
             self.pending.settle(ref)
             group.pending_items -= 1
             group.model.pending_items -= 1
-        self._count_end(group, producer, status, ended.length)
+        self._count_end(group, producer, status, known.length)
         lanes = group.lanes
-        if lanes is not None and lanes.removed(ended.queue.lane, 1):
-            del group.queues[ended.queue.lane]
+        if lanes is not None and lanes.removed(known.queue.lane, 1):
+            del group.queues[known.queue.lane]
         group.outstanding -= 1
         if not group.outstanding:
             self._rest(group)
@@ -376,6 +376,7 @@ class Fabric:
         known = self.store.describe(ref)
         producer = self.producers[known.producer]
         name = producer.name if producer else "(forgotten)"
+        attempts = self.store.attempts.get(ref, 0)
         shape = self._shape_of(ref)
         record = DeadRecord(
             self._next_dead,
@@ -385,7 +386,7 @@ class Fabric:
             known.length,
             known.payload,
             reason,
-            known.attempts,
+            attempts,
             now,
         )
         self._next_dead += 1
@@ -393,7 +394,7 @@ class Fabric:
         self.dead_bytes += len(record.payload)
         if len(self.dead) > DEAD_RECORDS_MAX:
             self.drop_dead(next(iter(self.dead)))
-        text = f"given up after {known.attempts} attempts: {reason}"
+        text = f"given up after {attempts} attempts: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
         self.event("item_dead", f"{name} #{known.number} {text}", now, producer=name)
 

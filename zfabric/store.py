@@ -20,6 +20,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -62,10 +63,6 @@ class Segment:
         self.cursor = 0
         self.deleted = 0
         self.done_ahead = 0
-
-    def number(self, entry: int) -> int:
-        """The producer's number of an item."""
-        return self.meta[META_WORDS * entry]
 
     def producer(self, entry: int) -> int:
         """The index of the producer of an item."""
@@ -152,16 +149,13 @@ class Columns:
     payloads: list[bytes] = field(default_factory=list)
 
 
-@dataclass(slots=True, frozen=True)
-class Ended:
-    """What the store knew of an item that has just ended."""
+class Known(NamedTuple):
+    """What the store knows of a live item."""
 
     queue: LaneQueue
     producer: int
     number: int
     length: int
-    enqueued_s: float
-    attempts: int
     payload: bytes
 
 
@@ -445,17 +439,16 @@ class MemoryStore:
                 found.append(segment.slot << ENTRY_BITS | entry)
         return found
 
-    def describe(self, ref: int) -> Ended:
+    def describe(self, ref: int) -> Known:
         """What is known of a live item."""
         segment = self._slots[ref >> ENTRY_BITS]
         entry = ref & ENTRY_MASK
-        return Ended(
+        place = META_WORDS * entry
+        return Known(
             segment.queue,
-            segment.producer(entry),
-            segment.number(entry),
+            segment.meta[place + 1] >> 32,
+            segment.meta[place],
             segment.lengths[entry],
-            segment.enqueued_s(entry),
-            self.attempts.get(ref, 0),
             segment.payloads[entry] or b"",
         )
 
@@ -465,7 +458,7 @@ class MemoryStore:
         returned = segment.queue.returned
         return (ref & ENTRY_MASK) >= segment.cursor or (returned is not None and ref in returned)
 
-    def complete(self, ref: int) -> Ended:
+    def complete(self, ref: int) -> None:
         """Write the tombstone of a live item, then count it. Its result must be stored already.
 
         Raises InvariantError where the item is tombstoned.
@@ -474,25 +467,24 @@ class MemoryStore:
         entry = ref & ENTRY_MASK
         if segment is None or segment.states[entry] != LIVE:
             raise InvariantError(f"item {ref:#x} would be completed twice")
-        ended = self.describe(ref)
         queue = segment.queue
         if entry >= segment.cursor:
             segment.done_ahead += 1
-            self._unready(queue, 1, (ended.length,))
+            self._unready(queue, 1, (segment.lengths[entry],))
         elif queue.returned is not None and ref in queue.returned:
             queue.returned.remove(ref)
             if queue.solo:
                 queue.solo.discard(ref)
-            self._unready(queue, 1, (ended.length,))
+            self._unready(queue, 1, (segment.lengths[entry],))
         segment.states[entry] = TOMBSTONE
+        self.payload_bytes -= len(segment.payloads[entry] or b"")
         segment.payloads[entry] = None
-        self.attempts.pop(ref, None)
+        if self.attempts:
+            self.attempts.pop(ref, None)
         segment.deleted += 1
         self.items -= 1
-        self.payload_bytes -= len(ended.payload)
         if segment.deleted == len(segment.states):
             self._drop(segment)
-        return ended
 
     def _drop(self, segment: Segment) -> None:
         del self._slots[segment.slot]
