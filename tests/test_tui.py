@@ -116,6 +116,20 @@ def test_screen_draws_the_overview_at_every_size(size: tuple[int, int], tmp_path
         assert word in picture
 
 
+def test_screen_leaves_when_what_it_watched_has_ended() -> None:
+    async def draw() -> None:
+        over: list[int] = []
+        app = TopApp(FakeFeed([]), "tcp://127.0.0.1:7410", ends=lambda: bool(over))
+        async with app.run_test():
+            app.refresh_picture()
+            assert app.is_running
+            over.append(1)
+            app.refresh_picture()
+        assert not app.is_running
+
+    asyncio.run(draw())
+
+
 def test_silent_feed_is_disconnected_and_keeps_running() -> None:
     async def draw() -> str:
         app = TopApp(FakeFeed([]), "tcp://127.0.0.1:7410")

@@ -7,6 +7,7 @@ is a DISCONNECTED header over the last values, never an exit.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual.app import App, ComposeResult
@@ -32,13 +33,21 @@ class TopApp(App[None]):
     .lost Static.section { text-style: dim; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit", "quit"),
+        Binding("q,ctrl+c", "quit", "quit", key_display="q"),
         Binding("space", "hold", "hold the picture"),
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, feed: Feed, address: str, *, hz: float = 4.0) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        address: str,
+        *,
+        hz: float = 4.0,
+        ends: Callable[[], bool] | None = None,
+    ) -> None:
         super().__init__()
+        self._ends = ends
         self._feed = feed
         self._address = address
         self._interval_s = 1 / hz
@@ -69,7 +78,9 @@ class TopApp(App[None]):
         self._held = not self._held
 
     def refresh_picture(self) -> None:
-        """Take what the feed has and draw it."""
+        """Take what the feed has and draw it; leave when what was watched has ended."""
+        if self._ends is not None and self._ends():
+            self.exit()
         now = time.monotonic()
         snapshot = self._feed.poll(0).snapshot
         if snapshot is not None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,10 +21,12 @@ from zfabric.cli.batch import in_words, stopping
 from zfabric.cli.children import Children
 from zfabric.cli.common import percent
 from zfabric.cli.progress import reporter
+from zfabric.cli.top import watch
 from zfabric.errors import ConfigError, TimeoutExpired
 
 if TYPE_CHECKING:
     from zfabric.batchrun import Summary
+    from zfabric.batchwatch import Progress
 
 OUT = Path("demo-out")
 START_S = 30.0
@@ -55,7 +61,7 @@ def add(commands: common.Commands) -> None:
     flag("--model", default="demo", metavar="NAME", help="model name to use (default: demo)")
     flag("--policy", choices=("lanes", "shape", "fifo"), default="lanes", help="order of work")
     flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
-    flag("--headless", action="store_true", help="plain lines, whatever the terminal")
+    flag("--headless", action="store_true", help="plain lines in place of the dashboard")
     common.add_json(parser)
 
 
@@ -76,22 +82,7 @@ def run(args: argparse.Namespace) -> int:
     common.say(f"zfabric: {items:,} requests ({what}) in {source}")
     with _ending_on_signals(), Children(OUT) as children:
         address = _start(children, args, opts)
-        lines = reporter(plain=args.headless)
-        with stopping() as (stop, signals):
-            from zfabric.batchrun import run_batch
-
-            try:
-                summary = run_batch(
-                    source,
-                    output,
-                    broker=address,
-                    overwrite=True,
-                    stop=stop,
-                    progress=lines.progress,
-                    notice=lines.notice,
-                )
-            finally:
-                lines.end()
+        summary, signals = _work(address, source, output, args)
         status = _status(address)
     if args.json:
         common.show_json({"summary": dataclasses.asdict(summary), "status": status})
@@ -102,6 +93,46 @@ def run(args: argparse.Namespace) -> int:
         return 128 + signals[0]
     balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
     return 0 if summary.ok and summary.done == items and balanced else 1
+
+
+def _work(
+    address: str, source: Path, output: Path, args: argparse.Namespace
+) -> tuple[Summary, list[int]]:
+    """Run the batch file, under the dashboard where there is a terminal to draw it on."""
+    from zfabric.batchrun import run_batch
+
+    lines = reporter(plain=args.headless)
+    screen = not (args.headless or args.json) and all(
+        stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
+    drawn = threading.Event()
+
+    def progress(now: Progress) -> None:
+        if not drawn.is_set():
+            lines.progress(now)
+
+    with stopping() as (stop, signals):
+        job = functools.partial(
+            run_batch,
+            source,
+            output,
+            broker=address,
+            overwrite=True,
+            stop=stop,
+            progress=progress,
+            notice=lines.notice,
+        )
+        try:
+            if not screen:
+                return job(), signals
+            with ThreadPoolExecutor(1) as pool:
+                drawn.set()
+                running = pool.submit(job)
+                watch(address, START_S, ends=running.done)
+                drawn.clear()
+                return running.result(), signals
+        finally:
+            lines.end()
 
 
 def _parsed(opts: list[str]) -> dict[str, str]:

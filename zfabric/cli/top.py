@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from zfabric.addresses import format_address, parse_address
 from zfabric.cli import common
@@ -33,12 +34,26 @@ def run(args: argparse.Namespace) -> int:
         return look.run_status(args)
     if not 0.1 <= args.hz <= 30:
         raise ConfigError(f"--hz must be between 0.1 and 30, not {args.hz:g}")
-    with common.operator(args) as client:
-        host, _ = parse_address(client.address)
-        stats = format_address(host, client.welcome["stats_port"])
-        address = client.address
+    settings = common.load(args).client
+    watch(settings.broker, settings.timeout_s, hz=args.hz)
+    return 0
+
+
+def watch(
+    broker: str,
+    timeout_s: float,
+    *,
+    hz: float = 4.0,
+    ends: Callable[[], bool] | None = None,
+) -> None:
+    """Draw the fabric behind `broker` until the user leaves or `ends()`. Raises ConnectError."""
+    from zfabric.client import Client
+
+    client = Client(broker, role="operator", timeout_s=timeout_s)
+    host, _ = parse_address(client.address)
+    stats = format_address(host, client.welcome["stats_port"])
+    client.close()
     from zfabric_tui.app import TopApp
     from zfabric_tui.feed import LiveFeed
 
-    TopApp(LiveFeed(stats), address, hz=args.hz).run()
-    return 0
+    TopApp(LiveFeed(stats), client.address, hz=hz, ends=ends).run()
