@@ -11,7 +11,7 @@ from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
 from zfabric.protocol import FROM_BROKER, Message, Status, Type, decode, encode, packed
 from zfabric.shapes import Shape
-from zfabric.store import MemoryStore
+from zfabric.store import Store
 
 BatchKey = tuple[int, int]
 
@@ -231,7 +231,7 @@ class Bench:
 
     def start_broker(self, boot: int) -> None:
         """A broker with an empty store: what a memory broker is after a crash."""
-        store = MemoryStore(lambda: next(self._nonces) * 0x9E3779B97F4A7C15 % 2**64)
+        store = Store(random_u64=lambda: next(self._nonces) * 0x9E3779B97F4A7C15 % 2**64)
         self.dispatcher = Dispatcher(
             self.config, store, boot, {"worker_port": 7411, "stats_port": 7412}
         )

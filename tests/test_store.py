@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfabric.errors import InvariantError
-from zfabric.store import SEGMENT_ITEMS_MAX, Append, LaneQueue, MemoryStore
+from zfabric.segments import MEMORY_SEGMENT_ITEMS_MAX, Append
+from zfabric.store import LaneQueue, Store
 
 
-def make(*lengths: int) -> tuple[MemoryStore, LaneQueue]:
+def make(*lengths: int) -> tuple[Store, LaneQueue]:
     counter = itertools.count(1)
-    store = MemoryStore(lambda: next(counter))
+    store = Store(random_u64=lambda: next(counter))
     queue = store.open_queue("m", 1, 1, 0)
     if lengths:
         append(store, queue, list(lengths))
@@ -22,7 +23,7 @@ def make(*lengths: int) -> tuple[MemoryStore, LaneQueue]:
     return store, queue
 
 
-def append(store: MemoryStore, queue: LaneQueue, lengths: list[int], first: int = 1) -> None:
+def append(store: Store, queue: LaneQueue, lengths: list[int], first: int = 1) -> None:
     numbers = list(range(first, first + len(lengths)))
     payloads = [b"p%d" % n for n in numbers]
     items = Append(lengths, lengths, bytes(len(lengths)), 0, numbers, payloads)
@@ -131,10 +132,10 @@ def test_segment_is_dropped_whole_when_its_last_item_ends() -> None:
 def test_full_segment_is_followed_by_another_in_order() -> None:
     store, queue = make()
     for k in range(3):
-        append(store, queue, [k + 1] * (SEGMENT_ITEMS_MAX // 2 + 1), first=1 + k * 10_000)
+        append(store, queue, [k + 1] * (MEMORY_SEGMENT_ITEMS_MAX // 2 + 1), first=1 + k * 10_000)
     store.publish()
     assert len(queue.segments) == 3
-    lengths = store.peek(queue, 2 * SEGMENT_ITEMS_MAX).lengths
+    lengths = store.peek(queue, 2 * MEMORY_SEGMENT_ITEMS_MAX).lengths
     assert lengths == sorted(lengths)
 
 

@@ -28,7 +28,7 @@ from zfabric.protocol import (
 )
 from zfabric.session import Session
 from zfabric.shapes import Contract, Shape
-from zfabric.store import MemoryStore
+from zfabric.store import Store
 from zfabric.worker_session import CLOSED, GREETING, LIVE, SILENT_S, WorkerSession
 
 LEASE_S, HEARTBEAT_S, STEP_S = 3.0, 0.5, 0.1
@@ -188,7 +188,7 @@ class Net:
         for end in list(self.ends.values()):
             end.cut()
         numbers = random.Random(seed)
-        store = MemoryStore(lambda: numbers.getrandbits(64))
+        store = Store(random_u64=lambda: numbers.getrandbits(64))
         self.broker = Dispatcher(self.config, store, self.random.getrandbits(64))
 
     def add(self, end):

@@ -31,7 +31,7 @@ from zfabric.protocol import (
     TOPIC_SNAPSHOT,
     Type,
 )
-from zfabric.store import MemoryStore
+from zfabric.store import Store
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
 SEND_HWM = 128
@@ -65,11 +65,11 @@ class Endpoints(NamedTuple):
 class Broker:
     """A broker on its own sockets. `bind`, then `run` in one thread until it is told to end."""
 
-    def __init__(self, config: BrokerConfig, store: MemoryStore | None = None) -> None:
+    def __init__(self, config: BrokerConfig, store: Store | None = None) -> None:
         if not config.insecure and not is_loopback(config.bind):
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
-        self.dispatcher = Dispatcher(config, store or MemoryStore(), secrets.randbits(64))
+        self.dispatcher = Dispatcher(config, store or Store(), secrets.randbits(64))
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._stats: zmq.Socket[bytes] | None = None

@@ -115,11 +115,7 @@ class Delivery:
 
     def _uncharge(self, batch_id: BatchId) -> None:
         for ref in self._fabric.pending.expired.pop(batch_id, ()):
-            attempts = self._fabric.store.attempts.get(ref, 0)
-            if attempts > 1:
-                self._fabric.store.attempts[ref] = attempts - 1
-            else:
-                self._fabric.store.attempts.pop(ref, None)
+            self._fabric.store.charge(ref, by=-1)
 
     # -- telling ------------------------------------------------------------------------------
 
@@ -288,10 +284,8 @@ class Delivery:
         self._drop_if_empty(batch, worker)
 
     def _charge(self, refs: Sequence[int], reason: str, now: float) -> None:
-        attempts = self._fabric.store.attempts
         for ref in refs:
-            attempts[ref] = attempts.get(ref, 0) + 1
-            if attempts[ref] >= self._fabric.config.attempts_max:
+            if self._fabric.store.charge(ref) >= self._fabric.config.attempts_max:
                 self._fabric.bury(ref, reason, now)
             else:
                 self._fabric.give_back([ref], now, solo=True)

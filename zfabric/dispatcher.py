@@ -33,7 +33,7 @@ from zfabric.protocol import (
     encode,
     next_state,
 )
-from zfabric.store import MemoryStore
+from zfabric.store import Store
 
 PRODUCERS, WORKERS = "producers", "workers"
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
@@ -61,7 +61,7 @@ class Dispatcher:
     def __init__(
         self,
         config: BrokerConfig,
-        store: MemoryStore,
+        store: Store,
         boot_id: int,
         ports: Mapping[str, int] | None = None,
     ) -> None:

@@ -28,7 +28,8 @@ from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, Append, Columns, LaneQueue, MemoryStore, Take
+from zfabric.segments import Append
+from zfabric.store import ENTRY_BITS, Columns, LaneQueue, Store, Take
 
 # Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
 IDLE_SHAPES_MAX = 4_096
@@ -42,7 +43,7 @@ MODELS_MAX = 4_096
 class Fabric:
     """All state of one broker. Only the dispatcher and the rules it calls may hold it."""
 
-    def __init__(self, config: BrokerConfig, store: MemoryStore) -> None:
+    def __init__(self, config: BrokerConfig, store: Store) -> None:
         self.config = config
         self.store = store
         self.models: dict[str, Model] = {}

@@ -8,10 +8,9 @@ A queue reads in this order: items given back (in reference order), then the ite
 cursor and its boundary. Reading is a peek: `peek` changes nothing, `commit` verifies that all it
 is about to move is where the peek saw it, and only then moves it.
 
-This is the store in memory: it loses everything with its process, and says so (`durability`).
-Its surface is the one that a store on disk offers too. Lengths are tokens, payload sizes bytes,
-times seconds on the caller's monotonic clock. It must never decide which lane or batch an item
-belongs in.
+Where the bytes of a segment rest is its backing's affair (`segments`). Lengths are tokens, payload
+sizes bytes, times seconds on the caller's monotonic clock. The store must never decide which lane or
+batch an item belongs in.
 """
 
 from __future__ import annotations
@@ -20,58 +19,15 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sortedcontainers import SortedList
 
 from zfabric.errors import InvariantError
+from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
 
-# A full segment is dropped whole; this many entries keep one live item from pinning much.
-SEGMENT_ITEMS_MAX = 16_384
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
-
-LIVE, TOMBSTONE = 0, 1
-
-
-# Words of `Segment.meta` for each entry: number; producer << 32 | target; microseconds << 8 | tag.
-META_WORDS = 3
-
-
-class Segment:
-    """Columns of one (model, signature, lane), one entry an item, in arrival order.
-
-    Few objects, since there may be millions of lanes: what is read only when an item is dispatched
-    or ends shares one array. Where a queue mixes shapes (and so has no lanes) the place of the
-    target holds the caller's shape number.
-    """
-
-    __slots__ = (
-        "boundary", "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
-        "queue", "slot", "states",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, nonce: int, queue: LaneQueue) -> None:
-        self.slot = slot
-        self.nonce = nonce
-        self.queue = queue
-        self.lengths = array("I")
-        self.meta = array("Q")
-        self.payloads: list[bytes | None] = []
-        self.states = bytearray()
-        self.boundary = 0
-        self.cursor = 0
-        self.deleted = 0
-        self.done_ahead = 0
-
-    def producer(self, entry: int) -> int:
-        """The index of the producer of an item."""
-        return self.meta[META_WORDS * entry + 1] >> 32
-
-    def enqueued_s(self, entry: int) -> float:
-        """When an item was appended, in seconds on the caller's clock."""
-        return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
-
 
 class LaneQueue:
     """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
@@ -96,22 +52,6 @@ class LaneQueue:
         self.unpublished = False
         # The longest ready item, or None when the last longest left and nobody has asked since.
         self.longest_known: int | None = 0
-
-
-@dataclass(slots=True)
-class Append:
-    """Items of one producer for one queue, as columns of equal length.
-
-    `targets` is each item's lane target just after it was assigned, or the caller's shape number
-    where a queue mixes shapes; `tags` is how it was assigned.
-    """
-
-    lengths: Sequence[int]
-    targets: Sequence[int]
-    tags: bytes | bytearray
-    producer: int
-    numbers: Sequence[int]
-    payloads: list[bytes]
 
 
 @dataclass(slots=True)
@@ -159,14 +99,16 @@ class Known(NamedTuple):
     payload: bytes
 
 
-class MemoryStore:
-    """Segments, queues and tombstones in memory."""
+class Store:
+    """Queues, cursors and tombstones over segments that rest wherever the backing says."""
 
-    durability = "memory"
-
-    def __init__(self, random_u64: Callable[[], int] = lambda: secrets.randbits(64)) -> None:
+    def __init__(
+        self,
+        backing: Backing | None = None,
+        random_u64: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
         self._random_u64 = random_u64
-        self.store_id = random_u64()
+        self.backing = backing or MemoryBacking(random_u64())
         self._slots: dict[int, Segment] = {}
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
@@ -178,6 +120,16 @@ class MemoryStore:
         self.ready_tokens = 0
         self.payload_bytes = 0
 
+    @property
+    def durability(self) -> str:
+        """What survives: memory, os or fsync."""
+        return self.backing.durability
+
+    @property
+    def store_id(self) -> int:
+        """A random number that a new store draws: another one means that everything is gone."""
+        return self.backing.store_id
+
     # -- adding -------------------------------------------------------------------------------
 
     def open_queue(
@@ -188,20 +140,17 @@ class MemoryStore:
 
     def append(self, queue: LaneQueue, items: Append, now: float) -> None:
         """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
-        segments = queue.segments
-        count = len(items.lengths)
-        if segments and len(segments[-1].states) + count <= SEGMENT_ITEMS_MAX:
-            segment = segments[-1]
-        else:
-            segment = self._new_segment(queue)
-        segment.lengths.extend(items.lengths)
-        owner, at = items.producer << 32, int(now * 1e6) << 8
-        words: list[int] = []
-        for number, target, tag in zip(items.numbers, items.targets, items.tags, strict=True):
-            words += (number, owner | target, at | tag)
-        segment.meta.extend(words)
-        segment.payloads.extend(items.payloads)
-        segment.states.extend(bytes(count))
+        count, limit = len(items.lengths), self.backing.segment_items_max
+        start = 0
+        while start < count:
+            segments = queue.segments
+            room = limit - len(segments[-1].states) if segments else 0
+            if room <= 0:
+                self._new_segment(queue)
+                continue
+            stop = min(count, start + room)
+            segments[-1].extend(items.part(start, stop) if stop - start < count else items, now)
+            start = stop
         self.items += count
         self.payload_bytes += sum(map(len, items.payloads))
         if not queue.unpublished:
@@ -213,7 +162,7 @@ class MemoryStore:
         self._next_slot += 1
         while (nonce := self._random_u64()) in self._slot_of_nonce:
             continue
-        segment = Segment(slot, nonce, queue)
+        segment = self.backing.make(slot, nonce, queue)
         self._slots[slot] = segment
         self._slot_of_nonce[nonce] = slot
         queue.segments.append(segment)
@@ -231,6 +180,7 @@ class MemoryStore:
                 fresh = len(segment.states) - segment.boundary
                 if not fresh:
                     break
+                segment.flush()
                 lengths = segment.lengths[segment.boundary :]
                 items += fresh
                 tokens += sum(lengths)
@@ -295,7 +245,7 @@ class MemoryStore:
         """References of every ready item of `queue`, in reading order."""
         refs = list(queue.returned or ())
         for segment in queue.segments:
-            self._peek_segment(segment, SEGMENT_ITEMS_MAX, refs, [])
+            self._peek_segment(segment, len(segment.states), refs, [])
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -315,7 +265,7 @@ class MemoryStore:
         return [
             ref
             for ref in self.peek_all(queue)
-            if self._slots[ref >> ENTRY_BITS].producer(ref & ENTRY_MASK) == producer
+            if self._slots[ref >> ENTRY_BITS].read(ref & ENTRY_MASK).producer == producer
         ]
 
     def columns(self, refs: Sequence[int]) -> Columns:
@@ -326,15 +276,11 @@ class MemoryStore:
             entry = ref & ENTRY_MASK
             if segment is None or segment.states[entry] != LIVE:
                 raise InvariantError(f"item {ref:#x} is to be read but is not live")
-            payload = segment.payloads[entry]
-            if payload is None:
-                raise InvariantError(f"item {ref:#x} is live but has no payload")
-            place = META_WORDS * entry
+            row = segment.read(entry)
             out.nonces.append(segment.nonce)
-            target = segment.meta[place + 1] & ENTRY_MASK
-            (out.shapes if segment.queue.mixed else out.targets).append(target)
-            out.tags.append(segment.meta[place + 2] & 0xFF)
-            out.payloads.append(payload)
+            (out.shapes if segment.queue.mixed else out.targets).append(row.target)
+            out.tags.append(row.tag)
+            out.payloads.append(row.payload)
         return out
 
     def signature_of(self, slot: int) -> tuple[str, int]:
@@ -424,6 +370,18 @@ class MemoryStore:
             queue.longest_known = max(queue.longest_known, length)
         return queue
 
+    def charge(self, ref: int, by: int = 1) -> int:
+        """Count (or with `by` -1 take back) an attempt of a live item; returns how many it has."""
+        attempts = max(0, self.attempts.get(ref, 0) + by)
+        if attempts:
+            self.attempts[ref] = attempts
+        else:
+            self.attempts.pop(ref, None)
+        segment = self._slots.get(ref >> ENTRY_BITS)
+        if segment is not None and segment.states[ref & ENTRY_MASK] == LIVE:
+            segment.set_attempts(ref & ENTRY_MASK, attempts)
+        return attempts
+
     # -- ending -------------------------------------------------------------------------------
 
     def locate(self, nonces: Sequence[int], entries: Sequence[int]) -> list[int | None]:
@@ -443,14 +401,8 @@ class MemoryStore:
         """What is known of a live item."""
         segment = self._slots[ref >> ENTRY_BITS]
         entry = ref & ENTRY_MASK
-        place = META_WORDS * entry
-        return Known(
-            segment.queue,
-            segment.meta[place + 1] >> 32,
-            segment.meta[place],
-            segment.lengths[entry],
-            segment.payloads[entry] or b"",
-        )
+        row = segment.read(entry)
+        return Known(segment.queue, row.producer, row.number, segment.lengths[entry], row.payload)
 
     def is_waiting(self, ref: int) -> bool:
         """Whether a live item is ready: given back, or not yet read by the cursor."""
@@ -477,8 +429,7 @@ class MemoryStore:
                 queue.solo.discard(ref)
             self._unready(queue, 1, (segment.lengths[entry],))
         segment.states[entry] = TOMBSTONE
-        self.payload_bytes -= len(segment.payloads[entry] or b"")
-        segment.payloads[entry] = None
+        self.payload_bytes -= segment.tombstone(entry)
         if self.attempts:
             self.attempts.pop(ref, None)
         segment.deleted += 1
@@ -491,3 +442,4 @@ class MemoryStore:
         del self._slot_of_nonce[segment.nonce]
         if segment in segment.queue.segments:
             segment.queue.segments.remove(segment)
+        segment.drop()

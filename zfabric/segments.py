@@ -1,0 +1,194 @@
+"""Segments: what a store asks of them, and the kind that rests in memory.
+
+A segment holds items of one (model, signature, lane), one entry an item, in arrival order. The
+store moves its cursor and boundary; the segment knows where the bytes are. Lengths are tokens,
+times seconds on the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from zfabric.errors import InvariantError
+
+if TYPE_CHECKING:
+    from zfabric.store import LaneQueue
+
+# A full segment is dropped whole; this many entries keep one live item from pinning much.
+MEMORY_SEGMENT_ITEMS_MAX = 16_384
+LIVE, TOMBSTONE = 0, 1
+
+
+@dataclass(slots=True)
+class Append:
+    """Items of one producer for one queue, as columns of equal length.
+
+    `targets` is each item's lane target just after it was assigned, or the caller's shape number
+    where a queue mixes shapes; `tags` is how it was assigned.
+    """
+
+    lengths: Sequence[int]
+    targets: Sequence[int]
+    tags: bytes | bytearray
+    producer: int
+    numbers: Sequence[int]
+    payloads: list[bytes]
+    # number - the number that went before it, by which a restart knows what is missing
+    gaps: Sequence[int] = ()
+
+    def part(self, start: int, stop: int) -> Append:
+        """Some of them, in order."""
+        return Append(
+            self.lengths[start:stop],
+            self.targets[start:stop],
+            self.tags[start:stop],
+            self.producer,
+            self.numbers[start:stop],
+            self.payloads[start:stop],
+            self.gaps[start:stop],
+        )
+
+
+class Row(NamedTuple):
+    """One item as its segment holds it. `target` is a shape number where a queue mixes shapes."""
+
+    producer: int
+    number: int
+    target: int
+    tag: int
+    enqueued_s: float
+    payload: bytes
+
+
+class Segment(Protocol):
+    """Items of one (model, signature, lane), one entry an item, in arrival order."""
+
+    slot: int
+    nonce: int
+    queue: LaneQueue
+    lengths: array[int]
+    # LIVE or TOMBSTONE for each entry
+    states: bytearray
+    # entries below it may be read; entries below the cursor have been dispatched
+    boundary: int
+    cursor: int
+    deleted: int
+    # tombstones between cursor and boundary
+    done_ahead: int
+
+    def extend(self, items: Append, now: float) -> None:
+        """Take items in; `flush` brings them to where the segment rests."""
+
+    def flush(self) -> None:
+        """Store what was taken in."""
+
+    def read(self, entry: int) -> Row:
+        """One live entry. Raises StorageError where it cannot be read."""
+
+    def enqueued_s(self, entry: int) -> float:
+        """When an entry was appended, in seconds on the caller's clock."""
+
+    def tombstone(self, entry: int) -> int:
+        """The entry is over; returns the size of its payload."""
+
+    def set_attempts(self, entry: int, attempts: int) -> None:
+        """How often the entry has been charged."""
+
+    def drop(self) -> None:
+        """Every entry is over."""
+
+
+class Backing(Protocol):
+    """Where segments rest."""
+
+    durability: str
+    store_id: int
+    segment_items_max: int
+
+    def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
+        """A new, empty segment."""
+
+
+# Words of `MemorySegment.meta` for each entry: number; producer << 32 | target; us << 8 | tag.
+META_WORDS = 3
+
+
+class MemorySegment:
+    """A segment in memory.
+
+    Few objects, since there may be millions of lanes: what is read only when an item is dispatched
+    or ends shares one array.
+    """
+
+    __slots__ = (
+        "boundary", "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
+        "queue", "slot", "states",
+    )  # fmt: skip
+
+    def __init__(self, slot: int, nonce: int, queue: LaneQueue) -> None:
+        self.slot = slot
+        self.nonce = nonce
+        self.queue = queue
+        self.lengths = array("I")
+        self.meta = array("Q")
+        self.payloads: list[bytes | None] = []
+        self.states = bytearray()
+        self.boundary = 0
+        self.cursor = 0
+        self.deleted = 0
+        self.done_ahead = 0
+
+    def extend(self, items: Append, now: float) -> None:
+        """See Segment."""
+        self.lengths.extend(items.lengths)
+        owner, at = items.producer << 32, int(now * 1e6) << 8
+        words: list[int] = []
+        for number, target, tag in zip(items.numbers, items.targets, items.tags, strict=True):
+            words += (number, owner | target, at | tag)
+        self.meta.extend(words)
+        self.payloads.extend(items.payloads)
+        self.states.extend(bytes(len(items.lengths)))
+
+    def flush(self) -> None:
+        """See Segment."""
+
+    def read(self, entry: int) -> Row:
+        """See Segment."""
+        number, owner, word = self.meta[META_WORDS * entry : META_WORDS * entry + META_WORDS]
+        payload = self.payloads[entry]
+        if payload is None:
+            raise InvariantError(f"entry {entry} is read but has no payload")
+        return Row(owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload)
+
+    def enqueued_s(self, entry: int) -> float:
+        """See Segment."""
+        return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
+
+    def tombstone(self, entry: int) -> int:
+        """See Segment."""
+        size = len(self.payloads[entry] or b"")
+        self.payloads[entry] = None
+        return size
+
+    def set_attempts(self, entry: int, attempts: int) -> None:
+        """See Segment."""
+
+    def drop(self) -> None:
+        """See Segment."""
+
+
+class MemoryBacking:
+    """Nothing outlives the process."""
+
+    durability = "memory"
+    segment_items_max = MEMORY_SEGMENT_ITEMS_MAX
+
+    def __init__(self, store_id: int) -> None:
+        self.store_id = store_id
+
+    def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
+        """See Backing."""
+        return MemorySegment(slot, nonce, queue)
