@@ -27,8 +27,8 @@ from zfabric.outbox import Stored
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
-from zfabric.shapes import Shape
 from zfabric.segments import Append
+from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, Columns, LaneQueue, Store, Take
 
 # Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.

@@ -161,7 +161,9 @@ class MemorySegment:
         payload = self.payloads[entry]
         if payload is None:
             raise InvariantError(f"entry {entry} is read but has no payload")
-        return Row(owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload)
+        return Row(
+            owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload
+        )
 
     def enqueued_s(self, entry: int) -> float:
         """See Segment."""

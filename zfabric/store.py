@@ -16,10 +16,9 @@ batch an item belongs in.
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -28,6 +27,7 @@ from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Se
 
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
+
 
 class LaneQueue:
     """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
