@@ -238,9 +238,7 @@ def read_entry(nonce: int, offset: int, block: bytes, *, start: int = 0) -> Entr
     """
     if len(block) - start < ENTRY_HEADER_BYTES:
         raise StorageError("cut short")
-    magic, length, size, owner, number, when, target, tag, gap, index = ENTRY.unpack_from(
-        block, start
-    )
+    fields = ENTRY.unpack_from(block, start)
     if fields[0] != ENTRY_MAGIC:
         raise StorageError("no entry begins here")
     header_crc, _ = _CRCS.unpack_from(block, start + ENTRY.size)

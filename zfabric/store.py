@@ -9,8 +9,8 @@ cursor and its boundary. Reading is a peek: `peek` changes nothing, `commit` ver
 is about to move is where the peek saw it, and only then moves it.
 
 Where the bytes of a segment rest is its backing's affair (`segments`). Lengths are tokens, payload
-sizes bytes, times seconds on the caller's monotonic clock. The store must never decide which lane or
-batch an item belongs in.
+sizes bytes, times seconds on the caller's monotonic clock. The store must never decide which lane
+or batch an item belongs in.
 """
 
 from __future__ import annotations
