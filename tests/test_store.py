@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from zfabric.errors import InvariantError
 from zfabric.segments import MEMORY_SEGMENT_ITEMS_MAX, Append
+from zfabric.shapes import Shape
 from zfabric.store import LaneQueue, Store
 
 
 def make(*lengths: int) -> tuple[Store, LaneQueue]:
     counter = itertools.count(1)
     store = Store(random_u64=lambda: next(counter))
-    queue = store.open_queue("m", 1, 1, 0)
+    queue = store.open_queue(Shape("m"), 1, 1, 0)
     if lengths:
         append(store, queue, list(lengths))
         store.publish()

@@ -18,6 +18,7 @@ from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import PeerError
 from zfabric.fabric import Fabric, error_payload
+from zfabric.files import Window
 from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
@@ -33,6 +34,7 @@ from zfabric.protocol import (
     encode,
     next_state,
 )
+from zfabric.segments import MemoryBacking
 from zfabric.store import Store
 
 PRODUCERS, WORKERS = "producers", "workers"
@@ -45,6 +47,10 @@ UPKEEP_S = 0.1
 UPKEEP_LANES = 4_096
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
+
+
+# What tells a peer that something is safe: it goes out when that is so.
+PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
 
 class Parcel(NamedTuple):
@@ -81,6 +87,10 @@ class Dispatcher:
         self._next_heartbeat_s = 0.0
         self._next_upkeep_s = 0.0
         self._next_judgement_s = 0.0
+        self._promised: deque[Parcel] = deque()
+        # the window whose sync runs, and what goes out when it is over
+        self._window: Window | None = None
+        self._due: deque[Parcel] = deque()
         self._upkeep: Iterator[int] = iter(())
         self._chores: deque[Iterator[None]] = deque()
         self._started_s: float | None = None
@@ -326,11 +336,52 @@ class Dispatcher:
         return bool(self._chores)
 
     def flush(self, now: float) -> None:
-        """End of a turn: publish what was stored, then acknowledge it; send results."""
+        """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
         self.fabric.publish(now)
         self._intake.acknowledge()
         if self.fabric.unsent:
             self._intake.send_results()
+        backing = self.fabric.store.backing
+        if isinstance(backing, MemoryBacking):
+            self._keep_promises()
+        elif self._window is None:
+            if backing.durability == "fsync" and backing.has_work:
+                self._window = backing.begin(self._floors())
+                self._due, self._promised = self._promised, deque()
+            else:
+                if backing.has_work:
+                    backing.end(backing.begin(self._floors()))
+                self._keep_promises()
+
+    def _floors(self) -> dict[int, tuple[int, int]]:
+        """How far the numbers and results of producers go that a window is about to cover."""
+        touched, self.fabric.touched = self.fabric.touched, set()
+        producers = [self.fabric.producers[index] for index in touched]
+        return {p.index: (p.upto, p.outbox.last) for p in producers if p is not None}
+
+    def _keep_promises(self) -> None:
+        self.outgoing += self._promised
+        self._promised.clear()
+
+    @property
+    def sync_wanted(self) -> bool:
+        """Whether a window waits for `store.backing.sync`, after which `synced` is to be called."""
+        return self._window is not None
+
+    def synced(self) -> None:
+        """The window's sync is over: what it promised goes out, what it owes is written."""
+        backing = self.fabric.store.backing
+        if self._window is None or isinstance(backing, MemoryBacking):
+            return
+        window, self._window = self._window, None
+        backing.end(window)
+        self.outgoing += self._due
+        self._due.clear()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that was promised waits for a sync."""
+        return self._window is None and not self._promised
 
     # -- offers -------------------------------------------------------------------------------
 
@@ -366,7 +417,7 @@ class Dispatcher:
             return False
         if now - self.draining_since >= self.config.drain_s:
             return True
-        return not self.fabric.pending.items and not self.fabric.unsent
+        return not self.fabric.pending.items and not self.fabric.unsent and self.settled
 
     def farewell(self, reason: str) -> None:
         """Tell every peer that this broker ends."""
@@ -413,7 +464,11 @@ class Dispatcher:
         columns: Sequence[bytes] = (),
         body: bytes | None = None,
     ) -> None:
-        self._post(peer.endpoint, peer.routing_id, encode(kind, fields, columns, body))
+        parcel = Parcel(peer.endpoint, peer.routing_id, encode(kind, fields, columns, body))
+        if kind in PROMISES:
+            self._promised.append(parcel)
+        else:
+            self.outgoing.append(parcel)
 
     def _post(self, endpoint: str, routing_id: bytes, frames: list[bytes]) -> None:
         self.outgoing.append(Parcel(endpoint, routing_id, frames))

@@ -63,6 +63,8 @@ class Fabric:
         self.outbox_bytes = 0
         # producers that have results which did not go out yet
         self.unsent: set[int] = set()
+        # producers whose numbers or results have changed since the last window
+        self.touched: set[int] = set()
         self.counters: dict[str, int] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
         self.fresh_events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
@@ -145,12 +147,14 @@ class Fabric:
         fresh = Producer(len(self.producers), name, now, last_seen_s=now)
         self.producers.append(fresh)
         self.producer_index[name] = fresh.index
+        self.store.backing.record(t="producer", i=fresh.index, name=name)
         return fresh
 
     def forget(self, producer: Producer) -> None:
         """Drop a producer's name, numbers and results; items of it that remain end unseen."""
         self.outbox_bytes -= producer.outbox.payload_bytes
         self.producers[producer.index] = None
+        self.store.backing.record(t="forget", i=producer.index)
         self.producer_index.pop(producer.name, None)
         self.unsent.discard(producer.index)
 
@@ -168,16 +172,19 @@ class Fabric:
         lengths: Sequence[int],
         payloads: list[bytes],
         now: float,
+        gaps: Sequence[int] = (),
     ) -> None:
         """Assign lanes to new items of one shape and store them; `publish` makes them ready."""
         group = self.group_for(shape)
         if group.lanes is None:
             places = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
             tags = bytes(len(lengths))
-            plain = Append(lengths, places, tags, producer.index, numbers, payloads)
-            self.store.append(self._queue(group, 0), plain, now)
+            plain = Append(lengths, places, tags, producer.index, numbers, payloads, gaps)
+            self.store.append(self.queue(group, 0), plain, now)
         else:
-            self._accept_in_lanes(group, group.lanes, producer, numbers, lengths, payloads, now)
+            self._accept_in_lanes(
+                group, group.lanes, producer, numbers, lengths, payloads, now, gaps
+            )
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
         group.accepted_items += items
@@ -200,6 +207,7 @@ class Fabric:
         lengths: Sequence[int],
         payloads: list[bytes],
         now: float,
+        gaps: Sequence[int],
     ) -> None:
         assigned = lanes.assign(lengths, now)
         by_lane: dict[int, list[int]] = {}
@@ -214,18 +222,34 @@ class Fabric:
                 producer.index,
                 [numbers[k] for k in members],
                 [payloads[k] for k in members],
+                [gaps[k] for k in members] if gaps else (),
             )
-            self.store.append(self._queue(group, lane), run, now)
+            self.store.append(self.queue(group, lane), run, now)
 
-    def _queue(self, group: Group, lane: int) -> LaneQueue:
+    def queue(self, group: Group, lane: int) -> LaneQueue:
+        """The queue of a lane, made if need be."""
         queue = group.queues.get(lane)
         if queue is None:
             signature = 0 if self._is_fifo else group.signature
             queue = self.store.open_queue(
-                group.model.name, signature, group.id, lane, mixed=self._is_fifo
+                group.shape, signature, group.id, lane, mixed=self._is_fifo
             )
             group.queues[lane] = queue
         return queue
+
+    def readied(self, group: Group, lane: int, items: int, tokens: int, now: float) -> None:
+        """Items that outlived a restart are ready; they count as accepted by their shape."""
+        group.outstanding += items
+        group.accepted_items += items
+        group.accepted_tokens += tokens
+        group.order.added(lane, items, tokens, now)
+        self._readied(group, items, tokens, now)
+
+    def restored(self, producers: int, next_dead: int, retries: dict[int, int]) -> None:
+        """Numbers that were given out before a restart are not given out again."""
+        self.producers += [None] * (producers - len(self.producers))
+        self._next_dead = next_dead
+        self.retries.update(retries)
 
     def publish(self, now: float) -> bool:
         """Make stored items ready; returns whether there were any."""
@@ -337,7 +361,7 @@ class Fabric:
             retry_of = self.retries.pop(known.number, None) if self.retries else None
             self.post(producer, Stored(known.number, status, payload, retry_of))
         waiting = ref not in self.pending.by_ref
-        self.store.complete(ref)
+        self.store.complete(ref, dead=status == Status.DEAD)
         group = self.groups[known.queue.group]
         if waiting:
             self._unreadied(known.queue, 1, known.length, now, served=False)
@@ -369,6 +393,8 @@ class Fabric:
     def post(self, producer: Producer, result: Stored) -> None:
         """Put a result into its producer's outbox."""
         producer.outbox.add(result)
+        self.store.backing.keep_result(producer.index, producer.outbox.last, result)
+        self.touched.add(producer.index)
         self.outbox_bytes += len(result.payload)
         self.unsent.add(producer.index)
 
@@ -393,6 +419,7 @@ class Fabric:
         self._next_dead += 1
         self.dead[record.id] = record
         self.dead_bytes += len(record.payload)
+        self.store.backing.record(t="dead", **record.fields(self.wall_offset_s))
         if len(self.dead) > DEAD_RECORDS_MAX:
             self.drop_dead(next(iter(self.dead)))
         text = f"given up after {attempts} attempts: {reason}"
@@ -404,6 +431,7 @@ class Fabric:
         record = self.dead.pop(record_id, None)
         if record is not None:
             self.dead_bytes -= len(record.payload)
+            self.store.backing.record(t="undead", id=record_id)
         return record
 
     def requeue(self, record_id: int, now: float) -> int | None:
@@ -415,6 +443,7 @@ class Fabric:
         number = BROKER_NUMBERS_FROM + record.id
         first = self.retries.get(record.number, record.number)
         self.retries[number] = first
+        self.store.backing.record(t="retry", number=number, of=first)
         self.accept(record.shape, producer, [number], [record.length], [record.payload], now)
         return number
 

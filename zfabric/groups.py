@@ -8,6 +8,7 @@ what is in here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from zfabric.draining import Draining, DrainLimits, LaneDraining
 from zfabric.lanes import Lanes
@@ -87,3 +88,35 @@ class DeadRecord:
     reason: str
     attempts: int
     at_s: float
+
+    def fields(self, wall_offset_s: float) -> dict[str, Any]:
+        """The record as the catalog keeps it; its time becomes that of the wall clock."""
+        return {
+            "id": self.id,
+            "producer": self.producer,
+            "number": self.number,
+            "model": self.shape.model,
+            "components": list(self.shape.components),
+            "tokens": list(self.shape.tokens),
+            "length": self.length,
+            "payload": self.payload,
+            "reason": self.reason,
+            "attempts": self.attempts,
+            "at": self.at_s + wall_offset_s,
+        }
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], wall_offset_s: float) -> DeadRecord:
+        """The record that `fields` were made of."""
+        shape = Shape(fields["model"], tuple(fields["components"]), tuple(fields["tokens"]))
+        return cls(
+            fields["id"],
+            fields["producer"],
+            fields["number"],
+            shape,
+            fields["length"],
+            fields["payload"],
+            fields["reason"],
+            fields["attempts"],
+            fields["at"] - wall_offset_s,
+        )

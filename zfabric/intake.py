@@ -168,9 +168,18 @@ class Intake:
         by_arrival = self._fabric.config.policy == "fifo"
         order: Sequence[int] = columns["order"] if whole and not by_arrival else ()
         members: dict[int, list[int]] = {}
+        before = [producer.upto, *numbers[start : stop - 1]]
+        gaps = array("Q", bytes(8 * start))
+        gaps.extend([n - b for n, b in zip(numbers[start:stop], before, strict=True)])
         for k in order or range(start, stop):
+            if producer.above and numbers[k] in producer.above:
+                self._fabric.count("resent_items")
+                continue
             members.setdefault(columns["shapes"][k], []).append(k)
         producer.upto = numbers[stop - 1]
+        if producer.above:
+            producer.above = {number for number in producer.above if number > producer.upto}
+        self._fabric.touched.add(producer.index)
         runs = members.items()
         if by_arrival and len(members) > 1:
             runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
@@ -186,6 +195,7 @@ class Intake:
                 [lengths[k] for k in good],
                 [payloads[k] for k in good],
                 now,
+                [gaps[k] for k in good],
             )
             self._fabric.models[shape.model].draining.set_more(producer.name, producer.more)
 
@@ -239,6 +249,8 @@ class Intake:
         before = outbox.payload_bytes
         freed = outbox.ack(upto)
         self._fabric.outbox_bytes -= before - outbox.payload_bytes
+        if freed:
+            self._fabric.store.backing.free_results(producer.index, outbox.acked)
         producer.outstanding -= freed
         producer.acked_items += freed
         if outbox.sent < outbox.last:

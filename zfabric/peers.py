@@ -50,6 +50,8 @@ class Producer:
     peer: Peer | None = None
     # every number up to here is accepted, refused for good, or skipped by the producer
     upto: int = 0
+    # after a restart: numbers beyond `upto` that were found, since a crash can tear a hole
+    above: set[int] = field(default_factory=set)
     more: bool = False
     outstanding: int = 0
     accepted_items: int = 0

@@ -10,9 +10,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
+from zfabric.outbox import Stored
 
 if TYPE_CHECKING:
     from zfabric.store import LaneQueue
@@ -91,8 +92,8 @@ class Segment(Protocol):
     def enqueued_s(self, entry: int) -> float:
         """When an entry was appended, in seconds on the caller's clock."""
 
-    def tombstone(self, entry: int) -> int:
-        """The entry is over; returns the size of its payload."""
+    def tombstone(self, entry: int, *, dead: bool) -> int:
+        """The entry is over (`dead`: given up); returns the size of its payload."""
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """How often the entry has been charged."""
@@ -110,6 +111,15 @@ class Backing(Protocol):
 
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """A new, empty segment."""
+
+    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
+        """Keep a result of a producer, numbered `seq`."""
+
+    def free_results(self, owner: int, upto: int) -> None:
+        """The producer has its results up to sequence number `upto`."""
+
+    def record(self, **fields: Any) -> None:
+        """Keep what no segment can say of itself; see `catalog`."""
 
 
 # Words of `MemorySegment.meta` for each entry: number; producer << 32 | target; us << 8 | tag.
@@ -169,7 +179,7 @@ class MemorySegment:
         """See Segment."""
         return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
 
-    def tombstone(self, entry: int) -> int:
+    def tombstone(self, entry: int, *, dead: bool) -> int:
         """See Segment."""
         size = len(self.payloads[entry] or b"")
         self.payloads[entry] = None
@@ -194,3 +204,12 @@ class MemoryBacking:
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """See Backing."""
         return MemorySegment(slot, nonce, queue)
+
+    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
+        """See Backing; the outbox itself is the memory."""
+
+    def free_results(self, owner: int, upto: int) -> None:
+        """See Backing."""
+
+    def record(self, **fields: Any) -> None:
+        """See Backing."""

@@ -24,6 +24,7 @@ from sortedcontainers import SortedList
 
 from zfabric.errors import InvariantError
 from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
+from zfabric.shapes import Shape
 
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
@@ -33,12 +34,12 @@ class LaneQueue:
     """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
 
     __slots__ = (
-        "group", "lane", "longest_known", "mixed", "model", "ready_items", "ready_tokens",
-        "returned", "segments", "signature", "solo", "unpublished",
+        "group", "lane", "longest_known", "mixed", "ready_items", "ready_tokens", "returned",
+        "segments", "shape", "signature", "solo", "unpublished",
     )  # fmt: skip
 
-    def __init__(self, model: str, signature: int, group: int, lane: int, *, mixed: bool) -> None:
-        self.model = model
+    def __init__(self, shape: Shape, signature: int, group: int, lane: int, *, mixed: bool) -> None:
+        self.shape = shape
         self.signature = signature
         self.group = group
         self.lane = lane
@@ -133,10 +134,32 @@ class Store:
     # -- adding -------------------------------------------------------------------------------
 
     def open_queue(
-        self, model: str, signature: int, group: int, lane: int, *, mixed: bool = False
+        self, shape: Shape, signature: int, group: int, lane: int, *, mixed: bool = False
     ) -> LaneQueue:
         """A queue for a lane that has none; `mixed` where it is to hold several shapes."""
-        return LaneQueue(model, signature, group, lane, mixed=mixed)
+        return LaneQueue(shape, signature, group, lane, mixed=mixed)
+
+    def adopt(self, queue: LaneQueue, make: Callable[[int], Segment], payload_bytes: int) -> int:
+        """Take over a segment that outlived its process: `make` is given its slot.
+
+        Its cursor is at its start, and everything of it that is live is ready. Returns its slot.
+        """
+        segment = make(self._next_slot)
+        self._next_slot += 1
+        self._slots[segment.slot] = segment
+        self._slot_of_nonce[segment.nonce] = segment.slot
+        queue.segments.append(segment)
+        segment.boundary = len(segment.states)
+        segment.done_ahead = segment.deleted = segment.states.count(TOMBSTONE)
+        live = [
+            n for n, state in zip(segment.lengths, segment.states, strict=True) if state == LIVE
+        ]
+        self.items += len(live)
+        self.payload_bytes += payload_bytes
+        self._readied(queue, len(live), sum(live))
+        if queue.longest_known is not None:
+            queue.longest_known = max(queue.longest_known, max(live, default=0))
+        return segment.slot
 
     def append(self, queue: LaneQueue, items: Append, now: float) -> None:
         """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
@@ -286,7 +309,7 @@ class Store:
     def signature_of(self, slot: int) -> tuple[str, int]:
         """(model, signature) in the header of a segment."""
         queue = self._slots[slot].queue
-        return queue.model, queue.signature
+        return queue.shape.model, queue.signature
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -410,7 +433,7 @@ class Store:
         returned = segment.queue.returned
         return (ref & ENTRY_MASK) >= segment.cursor or (returned is not None and ref in returned)
 
-    def complete(self, ref: int) -> None:
+    def complete(self, ref: int, *, dead: bool = False) -> None:
         """Write the tombstone of a live item, then count it. Its result must be stored already.
 
         Raises InvariantError where the item is tombstoned.
@@ -429,7 +452,7 @@ class Store:
                 queue.solo.discard(ref)
             self._unready(queue, 1, (segment.lengths[entry],))
         segment.states[entry] = TOMBSTONE
-        self.payload_bytes -= segment.tombstone(entry)
+        self.payload_bytes -= segment.tombstone(entry, dead=dead)
         if self.attempts:
             self.attempts.pop(ref, None)
         segment.deleted += 1
