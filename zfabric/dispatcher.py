@@ -17,10 +17,11 @@ from zfabric import operate
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import PeerError
-from zfabric.fabric import Fabric, error_payload
+from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
+from zfabric.outbox import error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import (
     GONE,
@@ -43,6 +44,8 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
+# Characters of a refusal's text, well under what a REPLY may hold.
+REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
 
@@ -153,7 +156,11 @@ class Dispatcher:
         if not name.isprintable():
             raise PeerError("malformed", "a name holds control characters")
         if ENDPOINT_OF_ROLE[role] != endpoint:
-            raise PeerError("wrong_endpoint", f"a {role} connects to the {ENDPOINT_OF_ROLE[role]}")
+            port = self.ports.get("worker_port")
+            raise PeerError(
+                "wrong_endpoint",
+                f"this is the endpoint of {endpoint}; the one of workers has port {port}",
+            )
         if peer is not None and (peer.role, peer.name) != (role, name):
             raise PeerError("out_of_state", f"this connection belongs to {peer.role} {peer.name}")
         if peer is None and len(self.peers) >= PEERS_MAX:
@@ -236,7 +243,8 @@ class Dispatcher:
                 value = self._operations.request(op, args, now)
             answer = {"id": number, "ok": True, "value": value}
         except PeerError as error:
-            answer = {"id": number, "ok": False, "text": f"{error.code}: {error.text}"}
+            text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
+            answer = {"id": number, "ok": False, "text": text}
         self._send(peer, Type.REPLY, answer)
 
     @staticmethod

@@ -295,7 +295,7 @@ class MemoryStore:
         """References of every ready item of `queue`, in reading order."""
         refs = list(queue.returned or ())
         for segment in queue.segments:
-            self._peek_segment(segment, SEGMENT_ITEMS_MAX, refs, [])
+            self._peek_segment(segment, len(segment.states), refs, [])
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
