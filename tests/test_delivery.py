@@ -490,3 +490,33 @@ def test_drain_gives_up_after_its_time() -> None:
     producer.ask("drain")
     assert not bench.dispatcher.drained(bench.now + 29.0)
     assert bench.dispatcher.drained(bench.now + 30.0)
+
+
+def test_nobody_takes_back_a_charge_for_the_batch_of_another() -> None:
+    bench, _, worker = begin(4)
+    bench.dispatch()
+    key = the_only(worker)
+    worker.start(key)
+    worker.cut()
+    bench.tick(1.0)
+    bench.tick(10.0)
+    liar = bench.worker("gpu1")
+    liar.heartbeat(holding=[list(key)])
+    bench.settle()
+    assert set(bench.fabric.store.attempts.values()) == {1}
+
+
+def test_fill_stays_a_share_when_an_item_is_over_the_contract() -> None:
+    bench = Bench()
+    producer = bench.producer()
+    bench.worker(tokens=1_024, longest=1_024)
+    producer.submit([2**31 - 8])
+    bench.settle()
+    assert bench.dispatch() == 1
+    assert bench.status()["batch_fill_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("words", [{"model": "a\nb"}, {"engine": "\x1b[2J"}])
+def test_words_that_command_a_terminal_are_refused(words: dict[str, Any]) -> None:
+    worker = Bench().worker(**words)
+    assert errors(worker)[0] == "malformed"

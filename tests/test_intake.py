@@ -381,3 +381,97 @@ def test_message_of_a_stranger_is_asked_for_its_name() -> None:
     bench.to_broker("producers", b"x", encode(Type.HEARTBEAT))
     bench.settle()
     assert [m.kind for m in end.inbox] == [Type.WHO_ARE_YOU]
+
+
+def test_models_beyond_the_cap_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfabric.fabric.MODELS_MAX", 3)
+    bench = Bench()
+    producer = bench.producer()
+    producer.submit([10] * 5, [Shape.of(f"m{k}", "a") for k in range(5)])
+    bench.settle()
+    assert producer.results == {4: [Status.REFUSED], 5: [Status.REFUSED]}
+    assert json.loads(producer.payloads[4])["code"] == "too_many_models"
+    assert bench.status()["accepted_items"] == 3
+    bench.check()
+
+
+def test_model_without_work_or_workers_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfabric.fabric.MODELS_MAX", 1)
+    bench = Bench()
+    producer = bench.producer()
+    producer.submit([10], Shape.of("old", "a"))
+    producer.ask("producers.cancel", name="job")
+    bench.tick(0.1)
+    producer.submit([10], Shape.of("new", "a"))
+    bench.settle()
+    assert list(bench.fabric.models) == ["new"]
+    assert bench.status()["accepted_items"] == 2
+    bench.check()
+
+
+def test_cancel_reaches_every_item_of_the_largest_message() -> None:
+    bench = Bench()
+    producer = bench.producer()
+    producer.submit([10] * 65_536)
+    bench.settle()
+    producer.ask("producers.cancel", name="job")
+    for _ in range(5):
+        bench.tick(0.1)
+    assert bench.status()["ready_items"] == 0
+    assert bench.status()["cancelled_items"] == 65_536
+
+
+def test_item_requeued_twice_is_still_the_one_its_producer_numbered() -> None:
+    bench = Bench(attempts_max=1)
+    producer = bench.producer()
+    worker = bench.worker()
+    producer.submit([10])
+    bench.settle()
+    for _ in range(2):
+        bench.tick(0.3)
+        worker.heartbeat()
+        bench.dispatch()
+        worker.start(next(iter(worker.batches)))
+        worker.give_back(next(iter(worker.batches)), "engine_exit")
+        bench.settle()
+        (record,) = producer.ask("dead.ls")
+        assert record["number"] == 1
+        producer.ask("dead.requeue", ids=[record["id"]])
+    bench.tick(0.3)
+    worker.heartbeat()
+    bench.dispatch()
+    worker.done(next(iter(worker.batches)))
+    bench.settle()
+    (number,) = producer.inbox[-1].columns["numbers"]
+    assert producer.inbox[-1].fields["retry_of"] == {str(number): 1}
+
+
+def test_unread_results_of_one_producer_do_not_shut_out_the_others() -> None:
+    bench = Bench(max_bytes=10_000, payload_bytes_max=10_000)
+    slow, other = bench.producer("slow"), bench.producer("other", instance=2)
+    worker = bench.worker(batch=64, tokens=64_000)
+    slow.submit([10] * 5)
+    bench.settle()
+    bench.dispatch()
+    for key in list(worker.batches):
+        worker.done(key, payload=b"y" * 4_000)
+    bench.settle()
+    slow.submit([10])
+    other.submit([10] * 4, payload=b"x" * 1_000)
+    bench.settle()
+    assert refusals(slow) == [(6, "outbox_full")]
+    assert other.upto == 4
+
+
+def test_absent_names_with_nothing_here_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfabric.fabric.PRODUCERS_MAX", 2)
+    bench = Bench()
+    busy, idle = bench.producer("busy"), bench.producer("idle", instance=2)
+    busy.submit([10])
+    busy.cut()
+    idle.cut()
+    bench.tick(1.0)
+    third = bench.producer("third", instance=3)
+    assert codes(third) == []
+    assert set(bench.fabric.producer_index) == {"busy", "third"}
+    assert codes(bench.producer("fourth", instance=4)) == ["too_many_producers"]

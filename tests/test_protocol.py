@@ -143,3 +143,17 @@ def test_table_of_states_allows_nothing_before_hello_or_after_goodbye(role: str)
     for kind in set(Type) - set(TRANSITIONS[role][LIVE]):
         with pytest.raises(PeerError, match="may not send"):
             next_state(role, LIVE, kind)
+
+
+@pytest.mark.parametrize("name", ["window", "batch_items_max", "held", "name", "surprise"])
+def test_nesting_that_no_printer_survives_is_refused(name: str) -> None:
+    value: Any = 1
+    for _ in range(1_000):
+        value = [value]
+    nested = msgpack.packb(value)
+    fields = {"role": "worker", "name": "w", "instance": 1, "model": "m", name: None}
+    packed_fields = msgpack.packb(fields).replace(msgpack.packb(name) + b"\xc0", b"")
+    header = b"ZF" + bytes([VERSION, Type.HELLO]) + packed_fields + msgpack.packb(name) + nested
+    bench = Bench()
+    bench.to_broker("workers", b"deep", [header])
+    assert bench.fabric.counters["peer_errors_malformed"] == 1

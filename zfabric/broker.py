@@ -50,6 +50,8 @@ FAREWELL_S = 0.3
 RETRY_S = 0.02
 # Messages that may wait for one peer's full channel before it is given up as stalled.
 STALLED_MESSAGES_MAX = 1_000
+# Topics that are served, and changes of subscription read in a turn: a dashboard has three.
+TOPICS_MAX = 64
 # A turn later than this was the machine's fault or a stop signal; deadlines of others move.
 LATE_S = 0.5
 
@@ -304,12 +306,12 @@ class Broker:
         stats, fabric = self._stats, self.dispatcher.fabric
         if stats is None:
             return
-        while True:
+        for _ in range(TOPICS_MAX):
             try:
                 change = stats.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if change[:1] == b"\x01":
+            if change[:1] == b"\x01" and len(self._topics) < TOPICS_MAX:
                 self._topics.add(change[1:])
             elif change[:1] == b"\x00":
                 self._topics.discard(change[1:])
@@ -331,9 +333,13 @@ class Broker:
 
     def _publish_lanes(self, stats: zmq.Socket[bytes], topic: bytes, now: float) -> None:
         """Lanes of one subscribed shape: the topic is `lanes:` and its 16 hex digits."""
-        wanted = topic[len(TOPIC_LANES) :].decode("ascii", "replace")
-        for group in self.dispatcher.fabric.groups.values():
-            if f"{group.signature:016x}" == wanted:
+        try:
+            signature = int(topic[len(TOPIC_LANES) :], 16)
+        except ValueError:
+            return
+        for model in self.dispatcher.fabric.models.values():
+            group = model.groups.get(signature)
+            if group is not None:
                 self._publish(stats, topic, snapshot.lanes(self.dispatcher.fabric, group, now))
 
     @staticmethod

@@ -16,7 +16,7 @@ from zfabric.groups import Model
 from zfabric.peers import Peer, Worker
 from zfabric.pending import Batch, BatchId, part
 from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, split
-from zfabric.shapes import Contract
+from zfabric.shapes import NAME_BYTES_MAX, Contract
 
 # (peer, type, fields, columns, body)
 Send = Callable[..., None]
@@ -102,7 +102,7 @@ class Delivery:
     ) -> None:
         lease = self._fabric.config.lease_s
         for batch_id in claimed - worker.held.keys():
-            self._uncharge(batch_id)
+            self._uncharge(worker, batch_id)
             self._revoke(worker, batch_id)
         for batch_id, batch in list(worker.held.items()):
             if batch_id in claimed:
@@ -113,8 +113,8 @@ class Delivery:
             else:
                 self._expire(worker, batch, "its worker was started anew", now)
 
-    def _uncharge(self, batch_id: BatchId) -> None:
-        for ref in self._fabric.pending.expired.pop(batch_id, ()):
+    def _uncharge(self, worker: Worker, batch_id: BatchId) -> None:
+        for ref in self._fabric.pending.uncharged(worker.name, batch_id):
             self._fabric.store.charge(ref, by=-1)
 
     # -- telling ------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Delivery:
             elif batch_id[0] != epoch or batch_id[1] <= worker.received:
                 self._free(worker, batch, batch.in_order(batch.outstanding), now, batch.solo)
         for batch_id in holding - worker.held.keys():
-            self._uncharge(batch_id)
+            self._uncharge(worker, batch_id)
             self._revoke(worker, batch_id)
         if "window" in fields:
             worker.granted = min(fields["window"], worker.window)
@@ -149,7 +149,11 @@ class Delivery:
     @staticmethod
     def _note_stats(worker: Worker, stats: dict[str, Any], now: float) -> None:
         hits, queries = stats.get("hits_tokens"), stats.get("queries_tokens")
-        worker.stats = {k: v for k, v in stats.items() if type(k) is str and len(k) <= 64}
+        worker.stats = {
+            k: v
+            for k, v in stats.items()
+            if type(k) is str and len(k) <= 64 and (type(v) in (int, float) or _is_word(v))
+        }
         if type(hits) is int and type(queries) is int and 0 <= hits <= queries:
             worker.cache_points.append((now, hits, queries))
         else:
@@ -272,7 +276,7 @@ class Delivery:
         # Where the worker never said what it started, the whole batch is suspect: alone from now
         # on, but not charged.
         suspect = batch.in_order(batch.outstanding - batch.started)
-        self._fabric.pending.remember_expired(batch.id, started)
+        self._fabric.pending.remember_expired(batch, started)
         self._fabric.event(
             "lease_expired",
             f"batch of {worker.name}: {why}; {len(started)} items charged",
@@ -321,6 +325,9 @@ class Delivery:
 def _contract(fields: dict[str, Any]) -> Contract:
     if "model" not in fields:
         raise PeerError("malformed", "a worker's HELLO names its model")
+    for word in ("model", "engine"):
+        if not _is_word(fields.get(word, "x")):
+            raise PeerError("malformed", f"{word} holds control characters")
     try:
         return Contract(
             fields.get("batch_items_max"),  # type: ignore[arg-type]  # checked by Contract
@@ -330,6 +337,11 @@ def _contract(fields: dict[str, Any]) -> Contract:
         )
     except ConfigError as error:
         raise PeerError("bad_contract", str(error)) from None
+
+
+def _is_word(value: object) -> bool:
+    """Whether a peer's value is text that a terminal can be given."""
+    return type(value) is str and len(value) <= NAME_BYTES_MAX and value.isprintable()
 
 
 def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:

@@ -17,11 +17,11 @@ from zfabric import operate
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import PeerError
-from zfabric.fabric import Fabric, error_payload
-from zfabric.files import Window
+from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
+from zfabric.outbox import error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import (
     GONE,
@@ -34,7 +34,7 @@ from zfabric.protocol import (
     encode,
     next_state,
 )
-from zfabric.segments import MemoryBacking
+from zfabric.segments import Window
 from zfabric.store import Store
 
 PRODUCERS, WORKERS = "producers", "workers"
@@ -45,6 +45,8 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
+# Characters of a refusal's text, well under what a REPLY may hold.
+REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
 
@@ -163,7 +165,11 @@ class Dispatcher:
         if not name.isprintable():
             raise PeerError("malformed", "a name holds control characters")
         if ENDPOINT_OF_ROLE[role] != endpoint:
-            raise PeerError("wrong_endpoint", f"a {role} connects to the {ENDPOINT_OF_ROLE[role]}")
+            port = self.ports.get("worker_port")
+            raise PeerError(
+                "wrong_endpoint",
+                f"this is the endpoint of {endpoint}; the one of workers has port {port}",
+            )
         if peer is not None and (peer.role, peer.name) != (role, name):
             raise PeerError("out_of_state", f"this connection belongs to {peer.role} {peer.name}")
         if peer is None and len(self.peers) >= PEERS_MAX:
@@ -246,7 +252,8 @@ class Dispatcher:
                 value = self._operations.request(op, args, now)
             answer = {"id": number, "ok": True, "value": value}
         except PeerError as error:
-            answer = {"id": number, "ok": False, "text": f"{error.code}: {error.text}"}
+            text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
+            answer = {"id": number, "ok": False, "text": text}
         self._send(peer, Type.REPLY, answer)
 
     @staticmethod
@@ -342,16 +349,15 @@ class Dispatcher:
         if self.fabric.unsent:
             self._intake.send_results()
         backing = self.fabric.store.backing
-        if isinstance(backing, MemoryBacking):
-            self._keep_promises()
-        elif self._window is None:
-            if backing.durability == "fsync" and backing.has_work:
-                self._window = backing.begin(self._floors())
-                self._due, self._promised = self._promised, deque()
-            else:
-                if backing.has_work:
-                    backing.end(backing.begin(self._floors()))
-                self._keep_promises()
+        if self._window is not None:
+            return
+        if backing.durability == "fsync" and backing.has_work:
+            self._window = backing.begin(self._floors())
+            self._due, self._promised = self._promised, deque()
+            return
+        if backing.has_work:
+            backing.end(backing.begin(self._floors()))
+        self._keep_promises()
 
     def _floors(self) -> dict[int, tuple[int, int]]:
         """How far the numbers and results of producers go that a window is about to cover."""
@@ -370,11 +376,10 @@ class Dispatcher:
 
     def synced(self) -> None:
         """The window's sync is over: what it promised goes out, what it owes is written."""
-        backing = self.fabric.store.backing
-        if self._window is None or isinstance(backing, MemoryBacking):
+        if self._window is None:
             return
         window, self._window = self._window, None
-        backing.end(window)
+        self.fabric.store.backing.end(window)
         self.outgoing += self._due
         self._due.clear()
 

@@ -12,7 +12,6 @@ No socket, no clock, no message: those who decide when (`intake`, `dispatch`) ca
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from zfabric.errors import InvariantError, PeerError
 from zfabric.groups import DeadRecord, Group, Model
 from zfabric.lanes import Lanes
 from zfabric.ledger import Flow, Waste
-from zfabric.outbox import Stored
+from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
@@ -102,10 +101,21 @@ class Fabric:
         """The model called `name`, made if need be. Raises PeerError over MODELS_MAX."""
         model = self.models.get(name)
         if model is None:
-            if len(self.models) >= MODELS_MAX:
-                raise PeerError("too_many_models", f"at most {MODELS_MAX} models")
+            if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
+                raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
             model = self.models[name] = Model(name, Draining(self.limits))
         return model
+
+    def _drop_idle_model(self) -> bool:
+        """Forget the oldest model that has neither work nor workers; whether there was one."""
+        served = {worker.model for worker in self.workers.values()}
+        for name, model in self.models.items():
+            if name not in served and not any(g.outstanding for g in model.groups.values()):
+                for group in list(model.groups.values()):
+                    self._evict(group)
+                del self.models[name]
+                return True
+        return False
 
     def check_shape(self, shape: Shape) -> None:
         """Raises PeerError where another component vector has the signature of `shape`."""
@@ -143,12 +153,21 @@ class Fabric:
             if known is not None:
                 return known
         if len(self.producer_index) >= PRODUCERS_MAX:
-            raise PeerError("too_many_producers", "forget absent ones: zfabric producers forget")
+            self._forget_absent()
         fresh = Producer(len(self.producers), name, now, last_seen_s=now)
         self.producers.append(fresh)
         self.producer_index[name] = fresh.index
         self.store.backing.record(t="producer", i=fresh.index, name=name)
         return fresh
+
+    def _forget_absent(self) -> None:
+        """Make room for new names: forget the longest absent ones that have nothing here."""
+        idle = [p for p in self.producers if p is not None and p.peer is None and not p.outstanding]
+        if not idle:
+            raise PeerError("too_many_producers", f"{PRODUCERS_MAX} producers have work here")
+        idle.sort(key=lambda p: p.last_seen_s)
+        for producer in idle[: max(1, len(idle) // 10)]:
+            self.forget(producer)
 
     def forget(self, producer: Producer) -> None:
         """Drop a producer's name, numbers and results; items of it that remain end unseen."""
@@ -157,6 +176,16 @@ class Fabric:
         self.store.backing.record(t="forget", i=producer.index)
         self.producer_index.pop(producer.name, None)
         self.unsent.discard(producer.index)
+
+    def room_bytes(self) -> int:
+        """Payload bytes that may still be taken in.
+
+        Results and dead records count up to half of the limit, so that one producer that reads
+        nothing cannot shut out the others.
+        """
+        limit = self.config.max_bytes
+        unread = min(self.outbox_bytes + self.dead_bytes, limit // 2)
+        return limit - unread - self.store.payload_bytes
 
     def held_bytes(self) -> int:
         """Payload bytes in the broker: items, results, dead records."""
@@ -404,11 +433,13 @@ class Fabric:
         producer = self.producers[known.producer]
         name = producer.name if producer else "(forgotten)"
         attempts = self.store.attempts.get(ref, 0)
+        # A requeued item is still the one that its producer numbered.
+        first = self.retries.get(known.number, known.number)
         shape = self._shape_of(ref)
         record = DeadRecord(
             self._next_dead,
             name,
-            known.number,
+            first,
             shape,
             known.length,
             known.payload,
@@ -424,7 +455,7 @@ class Fabric:
             self.drop_dead(next(iter(self.dead)))
         text = f"given up after {attempts} attempts: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
-        self.event("item_dead", f"{name} #{known.number} {text}", now, producer=name)
+        self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 
     def drop_dead(self, record_id: int) -> DeadRecord | None:
         """Forget a dead record; returns it, or None if there is none of that id."""
@@ -441,9 +472,8 @@ class Fabric:
             return None
         producer = self.producer(record.producer, now)
         number = BROKER_NUMBERS_FROM + record.id
-        first = self.retries.get(record.number, record.number)
-        self.retries[number] = first
-        self.store.backing.record(t="retry", number=number, of=first)
+        self.retries[number] = record.number
+        self.store.backing.record(t="retry", number=number, of=record.number)
         self.accept(record.shape, producer, [number], [record.length], [record.payload], now)
         return number
 
@@ -459,13 +489,17 @@ class Fabric:
             group.shape_numbers.clear()
         self.idle[group.id] = group
         while len(self.idle) > IDLE_SHAPES_MAX:
-            _, old = self.idle.popitem(last=False)
-            del self.groups[old.id]
-            old.model.groups.pop(0 if self._is_fifo else old.signature, None)
-            if old.lanes is not None:
-                self.retired_lanes["opened"] += old.lanes.opened_total
-                self.retired_lanes["reused"] += old.lanes.reused_total
-                self.retired_lanes["forced"] += old.lanes.forced_total
+            self._evict(next(iter(self.idle.values())))
+
+    def _evict(self, group: Group) -> None:
+        """Forget a group that has nothing left, but for its part in the totals."""
+        self.idle.pop(group.id, None)
+        del self.groups[group.id]
+        group.model.groups.pop(0 if self._is_fifo else group.signature, None)
+        if group.lanes is not None:
+            self.retired_lanes["opened"] += group.lanes.opened_total
+            self.retired_lanes["reused"] += group.lanes.reused_total
+            self.retired_lanes["forced"] += group.lanes.forced_total
 
     # -- upkeep -------------------------------------------------------------------------------
 
@@ -491,9 +525,3 @@ class Fabric:
             for queue in list(group.queues.values()):
                 if queue.ready_items:
                     yield self.store.waiting_of(queue, producer.index)
-
-
-def error_payload(code: str, text: str) -> bytes:
-    """What a result that is no completion says: UTF-8 JSON, as engines write it too."""
-
-    return json.dumps({"code": code, "message": text}).encode()

@@ -22,7 +22,7 @@ import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -46,7 +46,7 @@ from zfabric.segment import (
     read_entry,
     word_offset,
 )
-from zfabric.segments import Append, Row, Segment
+from zfabric.segments import Append, Row, Segment, Window
 
 if TYPE_CHECKING:
     from zfabric.store import LaneQueue
@@ -262,19 +262,6 @@ class ResultFile:
     file: SegmentFile
     first_seq: int
     freed: int = 0
-
-
-@dataclass(slots=True)
-class Window:
-    """What was promised or is owed between two syncs."""
-
-    tombstones: dict[int, tuple[FileSegment, list[int]]] = field(default_factory=dict)
-    freed: list[tuple[ResultFile, list[int]]] = field(default_factory=list)
-    retired: list[FileSegment] = field(default_factory=list)
-    finished: list[ResultFile] = field(default_factory=list)
-    unlink: list[Path] = field(default_factory=list)
-    # producer -> (numbers accepted up to, last result), durable when the window's sync is over
-    floors: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class FileBacking:

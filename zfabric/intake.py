@@ -17,8 +17,8 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from zfabric.errors import ConfigError, PeerError
-from zfabric.fabric import Fabric, error_payload
-from zfabric.outbox import Stored
+from zfabric.fabric import Fabric
+from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import NUMBER_MAX, Message, Status, Type, packed, split
 from zfabric.shapes import TOKENS_MAX, Shape
@@ -29,7 +29,7 @@ Send = Callable[..., None]
 RESULT_ITEMS_MAX = 4_096
 RESULT_BYTES_MAX = 1024 * 1024
 # Shapes that one connection may have declared at a time; a producer of more uses its ids again.
-SHAPES_PER_PEER_MAX = 65_536
+SHAPES_PER_PEER_MAX = 16_384
 
 
 class Refusal(NamedTuple):
@@ -151,7 +151,10 @@ class Intake:
         places = config.max_items - self._fabric.store.items
         if places < wanted:
             return self._Room(max(0, places), "busy", f"the broker holds {config.max_items} items")
-        free = config.max_bytes - self._fabric.held_bytes()
+        if producer.outbox.payload_bytes > config.max_bytes // 4:
+            text = f"{producer.outbox.payload_bytes} bytes of results of {producer.name} are unread"
+            return self._Room(0, "outbox_full", text)
+        free = self._fabric.room_bytes()
         if free < sum(sizes[start:]):
             fits = bisect_right(list(accumulate(sizes[start:])), free)
             return self._Room(fits, "busy", f"the broker holds {config.max_bytes} bytes")
@@ -184,7 +187,7 @@ class Intake:
         if by_arrival and len(members) > 1:
             runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
         for number, chosen in runs:
-            shape = shapes.get(number, "unknown_shape")
+            shape = self._admitted(shapes.get(number, "unknown_shape"))
             good = self._refuse_bad(producer, shape, chosen, columns)
             if not good or not isinstance(shape, Shape):
                 continue
@@ -198,6 +201,16 @@ class Intake:
                 [gaps[k] for k in good],
             )
             self._fabric.models[shape.model].draining.set_more(producer.name, producer.more)
+
+    def _admitted(self, shape: Shape | str) -> Shape | str:
+        """The shape, or the code of why nothing of it can be taken."""
+        if isinstance(shape, Shape):
+            try:
+                self._fabric.model(shape.model)
+                self._fabric.check_shape(shape)
+            except PeerError as error:
+                return error.code
+        return shape
 
     def _refuse_bad(
         self,

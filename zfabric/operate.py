@@ -17,6 +17,8 @@ from zfabric.peers import Producer
 from zfabric.protocol import Status
 
 LIST_MAX = 1_000
+# Names in an error text; a list of all would be longer than a text may be.
+NAMED_MAX = 20
 
 
 class Operations:
@@ -72,16 +74,18 @@ class Operations:
 
     def _group(self, args: dict[str, Any]) -> Group:
         model, wanted = args.get("model"), args.get("signature")
+        if wanted is not None and type(wanted) is not str:
+            raise PeerError("malformed", "signature must be text: its first hex digits")
         groups = [
             g
             for g in self._fabric.groups.values()
             if (model is None or g.model.name == model)
-            and (wanted is None or f"{g.signature:016x}".startswith(str(wanted).lower()))
+            and (wanted is None or f"{g.signature:016x}".startswith(wanted.lower()))
         ]
         if not groups:
             raise PeerError("not_found", "no such shape; `zfabric shapes` lists them")
         if wanted is not None and len(groups) > 1:
-            raise PeerError("ambiguous", f"{len(groups)} shapes start with {str(wanted)[:20]!r}")
+            raise PeerError("ambiguous", f"{len(groups)} shapes start with {wanted[:20]!r}")
         return max(
             groups,
             key=lambda g: (g.model.draining.current == g.id, g.ready_tokens, g.accepted_items),
@@ -101,7 +105,7 @@ class Operations:
     def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
         model = self._fabric.models.get(_word(args, "model"))
         if model is None:
-            known = ", ".join(self._fabric.models) or "none yet"
+            known = ", ".join(list(self._fabric.models)[:NAMED_MAX]) or "none yet"
             raise PeerError("not_found", f"no model {args['model']!r}; models here: {known}")
         model.paused = paused
         kind = "model_paused" if paused else "model_resumed"
@@ -152,7 +156,8 @@ class Operations:
 
     def _producers_ls(self, args: dict[str, Any], now: float) -> Any:
         known = [p for p in self._fabric.producers if p is not None]
-        return [snapshot.job(p, now) for p in known[-_count(args, "top", LIST_MAX) :]]
+        top = _count(args, "top", LIST_MAX)
+        return [snapshot.job(p, now) for p in known[max(0, len(known) - top) :]]
 
     def _named(self, args: dict[str, Any]) -> Producer:
         index = self._fabric.producer_index.get(_word(args, "name"))

@@ -7,6 +7,7 @@ payload bytes. It never decides whether a result may be sent; it says what would
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from typing import NamedTuple
 
@@ -82,3 +83,9 @@ class Outbox:
                 self.bytes_in_flight -= size
         self.sent = max(self.sent, self.acked)
         return count
+
+
+def error_payload(code: str, text: str) -> bytes:
+    """What a result that is no completion says: UTF-8 JSON, as engines write it too."""
+
+    return json.dumps({"code": code, "message": text}).encode()

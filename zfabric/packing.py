@@ -109,5 +109,9 @@ def pack_ragged(
 
 
 def batch_fill(items: int, padded_tokens: int, contract: Contract) -> float:
-    """How full a batch is: the larger of its share of places and its share of tokens."""
-    return max(items / contract.batch_items_max, padded_tokens / contract.batch_tokens_max)
+    """How full a batch is, at most 1: the larger of its share of places and its share of tokens.
+
+    An item over the contract is in a batch all the same, and would otherwise drown every mean.
+    """
+    share = max(items / contract.batch_items_max, padded_tokens / contract.batch_tokens_max)
+    return min(1.0, share)

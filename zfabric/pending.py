@@ -65,8 +65,8 @@ class Pending:
         self.by_ref: dict[int, Batch] = {}
         self.batches: dict[BatchId, Batch] = {}
         self.tokens = 0
-        # batch id -> the references that its expiry charged
-        self.expired: OrderedDict[BatchId, list[int]] = OrderedDict()
+        # batch id -> (its worker, the references that its expiry charged)
+        self.expired: OrderedDict[BatchId, tuple[str, list[int]]] = OrderedDict()
 
     @property
     def items(self) -> int:
@@ -89,11 +89,19 @@ class Pending:
             self.batches.pop(batch.id, None)
         return batch
 
-    def remember_expired(self, batch_id: BatchId, charged: list[int]) -> None:
+    def remember_expired(self, batch: Batch, charged: list[int]) -> None:
         """Keep who was charged, for a worker that comes back late; bounded."""
-        self.expired[batch_id] = charged
+        self.expired[batch.id] = (batch.worker, charged)
         while len(self.expired) > EXPIRED_MAX:
             self.expired.popitem(last=False)
+
+    def uncharged(self, worker: str, batch_id: BatchId) -> list[int]:
+        """The references that `worker` had been charged for with this batch; none the next time."""
+        holder, charged = self.expired.get(batch_id, ("", []))
+        if holder != worker:
+            return []
+        del self.expired[batch_id]
+        return charged
 
 
 def part(batches: Sequence[Batch]) -> list[Parting]:

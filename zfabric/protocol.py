@@ -36,6 +36,9 @@ _PREFIX = struct.Struct("<2sBB")
 # exception is a fifo batch of many shapes, which the broker sends and bounds itself.
 HEADER_BYTES_MAX = 64 * 1024
 HEADER_BYTES_FROM_BROKER_MAX = 16 * 1024 * 1024
+# The deepest field of the protocol is a map in a map of lists; printing or walking a value that is
+# nested a thousand deep would end in a RecursionError wherever it happens.
+NESTING_MAX = 8
 # More items than this in one message would make one message a slice of the loop by itself.
 MESSAGE_ITEMS_MAX = 65_536
 # zmq's MAXMSGSIZE is per frame; columns and headers stay under this on top of one payload.
@@ -100,8 +103,15 @@ ROLES = frozenset({"producer", "worker", "operator"})
 Check = Callable[[str, Any], None]
 
 
+def shown(value: object) -> str:
+    """A peer's value for an error text: scalars as they are, cut; anything else by its type."""
+    if isinstance(value, str | bytes | int | float | None):
+        return repr(value[:60] if isinstance(value, str | bytes) else value)[:80]
+    return f"a {type(value).__name__}"
+
+
 def _fail(name: str, want: str, value: object) -> None:
-    raise PeerError("malformed", f"field {name!r} must be {want}, not {str(value)[:60]!r}")
+    raise PeerError("malformed", f"field {name!r} must be {want}, not {shown(value)}")
 
 
 def _integer(low: int, high: int) -> Check:
@@ -420,6 +430,8 @@ def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
         raise PeerError("malformed", f"header fields cannot be read: {error!s:.80}") from None
     if type(fields) is not dict:
         raise PeerError("malformed", "header fields must be a map")
+    if _depth_exceeds(fields, NESTING_MAX):
+        raise PeerError("malformed", f"header fields are nested more than {NESTING_MAX} deep")
     for name, check in spec.required.items():
         if name not in fields:
             raise PeerError("malformed", f"field {name!r} is missing")
@@ -428,8 +440,17 @@ def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
         if name in spec.optional:
             _run_check(spec.optional[name], name, value)
         elif name not in spec.required:
-            raise PeerError("malformed", f"unknown field {str(name)[:60]!r}")
+            raise PeerError("malformed", f"unknown field {shown(name)}")
     return fields
+
+
+def _depth_exceeds(value: object, levels: int) -> bool:
+    """Whether maps and lists are nested deeper than `levels`. Bounded, whatever the value is."""
+    if isinstance(value, dict):
+        return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in value.values())
+    if isinstance(value, list):
+        return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in value)
+    return False
 
 
 def _run_check(check: Check, name: str, value: Any) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
@@ -102,6 +103,19 @@ class Segment(Protocol):
         """Every entry is over."""
 
 
+@dataclass(slots=True)
+class Window:
+    """What was promised or is owed between two syncs."""
+
+    tombstones: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
+    freed: list[tuple[Any, list[int]]] = field(default_factory=list)
+    retired: list[Any] = field(default_factory=list)
+    finished: list[Any] = field(default_factory=list)
+    unlink: list[Path] = field(default_factory=list)
+    # producer -> (numbers accepted up to, last result), durable when the window's sync is over
+    floors: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
 class Backing(Protocol):
     """Where segments rest."""
 
@@ -120,6 +134,22 @@ class Backing(Protocol):
 
     def record(self, **fields: Any) -> None:
         """Keep what no segment can say of itself; see `catalog`."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something was written, or is owed, since the last window."""
+
+    def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
+        """Close a window: all of it is written. `floors` are the producers' (numbers, results)."""
+
+    def end(self, window: Window) -> None:
+        """The window is as durable as promised: do what waited for that."""
+
+    def sync(self) -> None:
+        """Make what is written durable; may run in another thread."""
+
+    def close(self) -> None:
+        """Let go of everything."""
 
 
 # Words of `MemorySegment.meta` for each entry: number; producer << 32 | target; us << 8 | tag.
@@ -212,4 +242,22 @@ class MemoryBacking:
         """See Backing."""
 
     def record(self, **fields: Any) -> None:
+        """See Backing."""
+
+    @property
+    def has_work(self) -> bool:
+        """See Backing."""
+        return False
+
+    def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
+        """See Backing."""
+        return Window()
+
+    def end(self, window: Window) -> None:
+        """See Backing."""
+
+    def sync(self) -> None:
+        """See Backing."""
+
+    def close(self) -> None:
         """See Backing."""

@@ -22,8 +22,8 @@ COMPONENTS_MAX = 64
 NAME_BYTES_MAX = 255
 # A pad-to is a multiple of this: tensor cores want it, and so did the original system.
 PAD_MULTIPLE_TOKENS = 8
-# Lengths travel and rest as unsigned 32-bit integers; half the range keeps sums of a few exact.
-TOKENS_MAX = 2**31 - 1
+# Lengths travel and rest as unsigned 32-bit integers; a pad-to, which is a multiple of 8, must too.
+TOKENS_MAX = 2**31 - PAD_MULTIPLE_TOKENS
 BATCH_ITEMS_MAX = 65_536
 
 
@@ -120,11 +120,11 @@ class Contract:
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{field} must be an integer, not {value!r}")
+                raise ConfigError(f"{field} must be an integer, not {type(value).__name__}")
             if not 1 <= value <= ceiling:
                 raise ConfigError(f"{field} must be between 1 and {ceiling}, not {value}")
         if not isinstance(self.ragged, bool):
-            raise ConfigError(f"ragged must be true or false, not {self.ragged!r}")
+            raise ConfigError("ragged must be true or false")
         if self.batch_tokens_max < round_up_tokens(self.input_tokens_max):
             raise ConfigError(
                 f"batch_tokens_max {self.batch_tokens_max} cannot hold one item of "
