@@ -8,12 +8,16 @@ here but what a failed send means: a channel that is full waits, every other err
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
+import socket as sockets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import msgpack
@@ -24,6 +28,8 @@ from zfabric.addresses import format_address, is_loopback
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
 from zfabric.errors import ConfigError
+from zfabric.files import FileBacking
+from zfabric.osfiles import OsFiles
 from zfabric.protocol import (
     FRAME_SLACK_BYTES,
     TOPIC_EVENT,
@@ -31,6 +37,9 @@ from zfabric.protocol import (
     TOPIC_SNAPSHOT,
     Type,
 )
+from zfabric.recovery import Recovered, open_backing
+from zfabric.restore import restore
+from zfabric.segments import Backing
 from zfabric.store import Store
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
@@ -71,7 +80,20 @@ class Broker:
         if not config.insecure and not is_loopback(config.bind):
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
-        self.dispatcher = Dispatcher(config, store or Store(), secrets.randbits(64))
+        self.recovered: Recovered | None = None
+        backing: Backing | None = None
+        if store is None and config.data is not None:
+            root = Path(config.data)
+            backing, self.recovered = open_backing(root, config.durability, OsFiles(root))
+        self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
+        self._backing = self.dispatcher.fabric.store.backing
+        if isinstance(backing, FileBacking) and self.recovered is not None:
+            restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-sync")
+        self._sync: Future[None] | None = None
+        self._wake_r, self._wake_w = sockets.socketpair()
+        self._wake_r.setblocking(False)
+        self._wake_w.setblocking(False)
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._stats: zmq.Socket[bytes] | None = None
@@ -153,6 +175,10 @@ class Broker:
             if socket is not None and not socket.closed:
                 socket.close(0)
         self._context.term()
+        self._syncer.shutdown()
+        self._wake_r.close()
+        self._wake_w.close()
+        self._backing.close()
 
     def run(self) -> None:
         """Serve until drained or stopped. Raises InvariantError where going on would harm."""
@@ -161,6 +187,7 @@ class Broker:
             poller.register(socket, zmq.POLLIN)
         if self._stats is not None:
             poller.register(self._stats, zmq.POLLIN)
+        poller.register(self._wake_r.fileno(), zmq.POLLIN)
         try:
             self._serve(poller, until=lambda: self.dispatcher.drained(time.monotonic()))
             self.dispatcher.farewell("the broker ends")
@@ -200,13 +227,36 @@ class Broker:
         self._turn_started_s = now
         if self._drain_asked.is_set():
             self.dispatcher.drain(now)
+        self._end_sync()
         drained = self._receive(now)
         now = time.monotonic()
         self.dispatcher.tick(now, time.time(), drained=drained)
         self.dispatcher.flush(now)
+        self._begin_sync()
         self._send_outgoing(now)
         self._hand_out()
         self._serve_stats(time.monotonic())
+
+    def _begin_sync(self) -> None:
+        """Let the other thread sync the window that is closed, if there is one."""
+        if self._sync is None and self.dispatcher.sync_wanted:
+            self._sync = self._syncer.submit(self._backing.sync)
+            self._sync.add_done_callback(self._wake)
+
+    def _wake(self, done: Future[None]) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_w.send(b"\0")
+
+    def _end_sync(self) -> None:
+        """Keep what a finished sync allows. Raises StorageError where it failed: never retried."""
+        if self._sync is None or not self._sync.done():
+            return
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_r.recv(64):
+                pass
+        self._sync.result()
+        self._sync = None
+        self.dispatcher.synced()
 
     def _receive(self, started_s: float) -> bool:
         """Take what has arrived, for one slice at most; returns whether all of it was taken."""

@@ -55,6 +55,11 @@ class BrokerConfig:
     stats_port: int | None = port_row(None, "port of the statistics feed; port + 2 when not set")
     insecure: bool = key_row(False, "allow a bind that is not loopback, without keys")
     data: str | None = key_row(None, "directory of the segment store")
+    durability: str = key_row(
+        "fsync",
+        "what a promise means with data: on the device, or written",
+        choices=("fsync", "os"),
+    )
     memory: bool = key_row(False, "keep everything in memory; a restart loses it")
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
     packing: str = key_row("tight", "where pad-to comes from", choices=("strict", "tight"))
@@ -99,6 +104,11 @@ class BrokerConfig:
                 f"broker.bind {self.bind!r} is not a loopback address: there are no keys yet, so "
                 "anyone who reaches the port could read and submit work. Bind 127.0.0.1, or pass "
                 "--insecure on a network that you trust"
+            )
+        if self.data is not None and self.policy == "fifo":
+            raise ConfigError(
+                "broker.policy fifo mixes shapes in one queue and is kept in memory only; "
+                "leave out broker.data"
             )
         if self.memory and self.data is not None:
             raise ConfigError("broker.memory and broker.data exclude each other; set one of them")

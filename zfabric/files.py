@@ -269,8 +269,11 @@ class FileBacking:
 
     segment_items_max = CAPACITY
 
-    def __init__(self, files: OsFiles, durability: str, catalog: catalogs.Catalog) -> None:
+    def __init__(
+        self, files: OsFiles, durability: str, catalog: catalogs.Catalog, lock: int
+    ) -> None:
         self.files = files
+        self._lock = lock
         self.root = files.root
         self.durability = durability
         self.catalog = catalog
@@ -445,5 +448,6 @@ class FileBacking:
         self.files.sync_all()
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Close every descriptor; the directory may have another broker then."""
         self.descriptors.close()
+        self.files.close(self._lock)

@@ -46,9 +46,6 @@ from zfabric.segment import (
 )
 from zfabric.segments import TOMBSTONE
 
-# A file is scanned whole: this is the largest that is.
-FILE_BYTES_MAX = 64 * 1024**3
-
 
 @dataclass(slots=True)
 class FoundSegment:
@@ -102,9 +99,13 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
     """
     started = time.monotonic()
     files.make_directory(root)
-    files.lock(root / LOCK)
-    known = _read_catalog(files, root)
-    backing = FileBacking(files, durability, known)
+    lock = files.lock(root / LOCK)
+    try:
+        known = _read_catalog(files, root)
+    except BaseException:
+        files.close(lock)
+        raise
+    backing = FileBacking(files, durability, known, lock)
     scanner = _Scanner(backing, Recovered())
     scanner.read_results()
     scanner.read_segments()
@@ -151,7 +152,7 @@ class _Scanner:
     def _load(self, path: Path) -> tuple[Header, bytes] | None:
         """(header, whole file), None where the file was set aside."""
         descriptor = self._backing.descriptors.get(path)
-        data = self._files.read(path, descriptor, FILE_BYTES_MAX, 0)
+        data = self._files.read(path, descriptor, path.stat().st_size, 0)
         self.found.bytes_read += len(data)
         if not any(data[:HEADER_BYTES]):
             # Never synced: created, and nothing of it reached the device.

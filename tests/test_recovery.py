@@ -1,0 +1,182 @@
+"""A broker that comes back to its directory: nothing accepted is lost, nothing is visible twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.disk import DiskBench
+from tests.harness import FakeProducer, FakeWorker
+from zfabric.protocol import Status
+from zfabric.shapes import Shape
+
+
+def again(bench: DiskBench, producer: FakeProducer) -> FakeProducer:
+    """The producer finds the new broker, as the same process."""
+    producer.hello()
+    bench.settle()
+    return producer
+
+
+def run_all(bench: DiskBench, worker: FakeWorker) -> None:
+    for _ in range(200):
+        bench.tick(0.3)
+        worker.heartbeat()
+        if not bench.dispatch() and not bench.fabric.store.items:
+            break
+        for key in list(worker.batches):
+            worker.done(key)
+        bench.settle()
+    bench.settle()
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_queued_items_survive_and_are_done_once(tmp_path: Path, durability: str) -> None:
+    bench = DiskBench(tmp_path, durability=durability)
+    producer = bench.producer()
+    lengths = [100, 200, 300, 1_000] * 25
+    producer.submit(lengths, [Shape.of("m", "a"), Shape.of("m", "b")] * 50)
+    bench.settle()
+    assert producer.upto == 100
+    bench.crash()
+    bench.check()
+    assert bench.status()["ready_items"] == 100
+    assert bench.status()["ready_tokens"] == sum(lengths)
+    again(bench, producer)
+    assert producer.upto == 100
+    run_all(bench, bench.worker())
+    assert producer.results == {n: [Status.OK] for n in range(1, 101)}
+    bench.check()
+
+
+def test_completed_items_stay_completed_and_results_come_again(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    worker = bench.worker()
+    producer.submit([100] * 16)
+    bench.settle()
+    bench.dispatch(1)
+    producer.cut()
+    for key in list(worker.batches):
+        worker.done(key)
+    bench.settle()
+    bench.crash()
+    bench.check()
+    assert bench.status()["completed_items"] == 8
+    assert bench.status()["ready_items"] == 8
+    heir = FakeProducer(bench, "job", 1)
+    heir.hello()
+    bench.settle()
+    assert set(heir.results) == set(range(1, 9))
+    run_all(bench, bench.worker())
+    assert heir.results == {n: [Status.OK] for n in range(1, 17)}
+
+
+def test_acknowledged_results_do_not_come_again(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100] * 16)
+    bench.settle()
+    run_all(bench, bench.worker())
+    producer.ack()
+    bench.settle()
+    bench.tick(1.0)
+    bench.crash()
+    heir = FakeProducer(bench, "job", 1)
+    heir.hello()
+    bench.settle()
+    assert heir.results == {}
+    assert heir.upto == 16
+    assert bench.status()["completed_items"] == bench.status()["accepted_items"] == 16
+
+
+def test_worker_that_held_a_batch_reports_it_to_the_new_broker(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    worker = bench.worker()
+    producer.submit([100] * 4)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    bench.settle()
+    bench.crash()
+    again(bench, producer)
+    worker.hello()
+    bench.settle()
+    worker.done(key)
+    bench.settle()
+    assert producer.results == {n: [Status.OK] for n in range(1, 5)}
+    assert bench.status()["ready_items"] == 0
+    bench.check()
+
+
+def test_nothing_of_a_finished_run_stays_on_disk(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100, 500, 900] * 40)
+    bench.settle()
+    run_all(bench, bench.worker())
+    producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    bench.crash()
+    assert bench.status()["completed_items"] == 120
+    assert bench.status()["residual_items"] == 0
+
+
+def test_attempts_and_dead_records_survive(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=2)
+    producer = bench.producer()
+    worker = bench.worker(batch=1)
+    producer.submit([100, 100])
+    bench.settle()
+    bench.dispatch(1)
+    worker.start(next(iter(worker.batches)))
+    worker.give_back(next(iter(worker.batches)), "engine_exit")
+    bench.settle()
+    bench.crash()
+    assert list(bench.fabric.store.attempts.values()) == [1]
+    again(bench, producer)
+    worker = bench.worker(batch=1)
+    while not producer.results:
+        bench.dispatch(1)
+        worker.start(next(iter(worker.batches)))
+        worker.give_back(next(iter(worker.batches)), "engine_exit")
+        bench.settle()
+    bench.crash()
+    again(bench, producer)
+    (record,) = producer.ask("dead.ls")
+    assert record["attempts"] == 2
+    producer.ask("dead.requeue", ids=[record["id"]])
+    bench.crash()
+    again(bench, producer)
+    run_all(bench, bench.worker())
+    assert bench.status()["residual_items"] == 0
+    assert len(producer.results) == 3
+    assert producer.ask("dead.ls") == []
+
+
+def test_resent_item_is_recognised_and_a_lost_one_is_taken(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100] * 6)
+    bench.settle()
+    bench.crash()
+    again(bench, producer)
+    producer.submit([100] * 8, numbers=list(range(1, 9)), after=0)
+    bench.settle()
+    assert producer.upto == 8
+    assert bench.status()["accepted_items"] == 8
+
+
+def test_second_broker_on_a_directory_is_refused_with_the_pid(tmp_path: Path) -> None:
+    from zfabric.errors import StorageError
+    from zfabric.osfiles import OsFiles
+    from zfabric.recovery import open_backing
+
+    DiskBench(tmp_path)
+    with pytest.raises(StorageError, match="pid"):
+        open_backing(tmp_path, "fsync", OsFiles(tmp_path))
