@@ -89,8 +89,10 @@ class Broker:
         self._backing = self.dispatcher.fabric.store.backing
         if isinstance(backing, FileBacking) and self.recovered is not None:
             restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())
+            self.dispatcher.recovery = snapshot.recovery(self.recovered)
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-sync")
         self._sync: Future[None] | None = None
+        self._sync_started_s = 0.0
         self._wake_r, self._wake_w = sockets.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
@@ -240,6 +242,7 @@ class Broker:
     def _begin_sync(self) -> None:
         """Let the other thread sync the window that is closed, if there is one."""
         if self._sync is None and self.dispatcher.sync_wanted:
+            self._sync_started_s = time.monotonic()
             self._sync = self._syncer.submit(self._backing.sync)
             self._sync.add_done_callback(self._wake)
 
@@ -256,6 +259,10 @@ class Broker:
                 pass
         self._sync.result()
         self._sync = None
+        gauges = self.dispatcher.gauges
+        gauges["sync_s"] = time.monotonic() - self._sync_started_s
+        gauges["sync_max_s"] = max(gauges["sync_s"], gauges.get("sync_max_s", 0.0))
+        gauges["syncs_total"] = gauges.get("syncs_total", 0) + 1
         self.dispatcher.synced()
 
     def _receive(self, started_s: float) -> bool:

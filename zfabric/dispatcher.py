@@ -101,6 +101,8 @@ class Dispatcher:
         self.draining_since: float | None = None
         # what the broker measured of its own loop, for status
         self.gauges: dict[str, float] = {}
+        # what the broker found in its directory, for status
+        self.recovery: dict[str, Any] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
             Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
             Type.SUBMIT: self._on_submit,
@@ -454,6 +456,7 @@ class Dispatcher:
             "time": now + self.fabric.wall_offset_s,
             "state": "draining" if self.draining_since is not None else "running",
             "peers": len(self.peers),
+            "recovery": self.recovery,
             **self.gauges,
         }
 

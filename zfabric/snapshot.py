@@ -15,6 +15,7 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.ledger import verdict
 from zfabric.peers import Producer, Worker
+from zfabric.recovery import Recovered
 
 # Rows of shapes and jobs in a snapshot; a dashboard shows the top of a list, not all of it.
 TOP_ROWS_MAX = 50
@@ -74,6 +75,23 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         },
         "durability": fabric.store.durability,
         "release": zfabric.__version__,
+    }
+
+
+def recovery(found: Recovered) -> dict[str, Any]:
+    """What a broker found in its directory when it started."""
+    seconds = found.seconds or 1e-9
+    return {
+        "seconds": found.seconds,
+        "entries": found.entries,
+        "entries_per_s": found.entries / seconds,
+        "bytes_read": found.bytes_read,
+        "bytes_per_s": found.bytes_read / seconds,
+        "segments": len(found.segments),
+        "completed_by_result": found.completed_by_result,
+        "torn_bytes": found.torn_bytes,
+        "damaged_records": len(found.damaged),
+        "quarantined_files": len(found.quarantined_files),
     }
 
 

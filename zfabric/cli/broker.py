@@ -6,23 +6,26 @@ import argparse
 import os
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from zfabric import config as configuration
 from zfabric.cli import common
-from zfabric.config import BrokerConfig
-from zfabric.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zfabric.recovery import Recovered
 
 TEXT = """
 Start a broker. It prints its addresses when it is ready and runs until it is told to end:
 SIGTERM, Ctrl-C and `zfabric drain` let the workers finish what they hold (--drain); a second
-signal ends it at once. This release keeps everything in memory.
+signal ends it at once. With --data DIR everything accepted is kept in segment files there, and a
+broker that is killed goes on where it was; without it everything is kept in memory.
 """
 
 
 def add(commands: common.Commands) -> None:
     """Add the command."""
     parser = common.add_command(
-        commands, "broker", run, "start a broker", TEXT, "zfabric broker --port 7410 --lanes 2048"
+        commands, "broker", run, "start a broker", TEXT, "zfabric broker --data ./fabric"
     )
     common.add_json(parser)
     configuration.add_flags(parser, "broker")
@@ -31,7 +34,6 @@ def add(commands: common.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until told to end; 130 where that was Ctrl-C."""
     settings = common.load(args).broker
-    check_store(settings)
     from zfabric.broker import Broker
 
     broker = Broker(settings)
@@ -47,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    if not settings.memory:
+    if broker.recovered is not None:
+        common.say(f"zfabric: {recovery_in_words(settings.data, broker.recovered)}")
+    elif not settings.memory:
         common.say("zfabric: everything is kept in memory: a restart loses what is queued")
     if args.json:
         common.show_json({**endpoints._asdict(), "pid": os.getpid()}, indent=None)
@@ -62,10 +66,15 @@ def run(args: argparse.Namespace) -> int:
     return 143 if len(signals) > 1 else 0
 
 
-def check_store(settings: BrokerConfig) -> None:
-    """Raise ConfigError for a store that this release does not have."""
-    if settings.data is not None:
-        raise ConfigError(
-            f"broker.data {settings.data!r}: segment storage comes with a later release; leave "
-            "it out, or say --memory, to keep everything in memory"
-        )
+def recovery_in_words(directory: str | None, found: Recovered) -> str:
+    """What the broker found in its directory."""
+    waiting = sum(segment.states.count(0) for segment in found.segments)
+    results = sum(len(producer.results) for producer in found.producers.values())
+    text = (
+        f"{directory}: {waiting:,} items and {results:,} results from "
+        f"{found.entries:,} entries in {found.seconds:.2f} s"
+    )
+    if found.damaged or found.quarantined_files:
+        set_aside = len(found.damaged) + len(found.quarantined_files)
+        text += f"; {set_aside} damaged, kept in {directory}/quarantine"
+    return text
