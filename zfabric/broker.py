@@ -39,7 +39,6 @@ from zfabric.protocol import (
 )
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
-from zfabric.segments import Backing
 from zfabric.store import Store
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
@@ -81,13 +80,15 @@ class Broker:
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
         self.recovered: Recovered | None = None
-        backing: Backing | None = None
+        backing: FileBacking | None = None
         if store is None and config.data is not None:
             root = Path(config.data)
             backing, self.recovered = open_backing(root, config.durability, OsFiles(root))
+            backing.min_free_bytes = config.min_free
+            backing.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
         self._backing = self.dispatcher.fabric.store.backing
-        if isinstance(backing, FileBacking) and self.recovered is not None:
+        if backing is not None and self.recovered is not None:
             restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())
             self.dispatcher.recovery = snapshot.recovery(self.recovered)
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-sync")

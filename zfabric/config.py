@@ -60,6 +60,12 @@ class BrokerConfig:
         "what a promise means with data: on the device, or written",
         choices=("fsync", "os"),
     )
+    min_free: int = key_row(
+        64 * MIB, "free bytes of the disk under which nothing new is taken", unit="bytes", low=0
+    )
+    max_disk: int | None = key_row(
+        None, "bytes that the directory may use; no limit when not set", unit="bytes", low=1
+    )
     memory: bool = key_row(False, "keep everything in memory; a restart loses it")
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
     packing: str = key_row("tight", "where pad-to comes from", choices=("strict", "tight"))

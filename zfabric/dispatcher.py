@@ -8,6 +8,7 @@ monotonic clock.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import zfabric
 from zfabric import operate
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
-from zfabric.errors import PeerError
+from zfabric.errors import NoSpace, PeerError
 from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.intake import Intake
@@ -347,12 +348,21 @@ class Dispatcher:
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
         self.fabric.publish(now)
-        self._intake.acknowledge()
+        if self.fabric.store.unwritten:
+            # The disk is full. What is taken in but not stored is promised to nobody, and neither
+            # is anything after it; both are tried again each turn.
+            self.fabric.count("storage_full_turns")
+        else:
+            self._intake.acknowledge()
         if self.fabric.unsent:
             self._intake.send_results()
+        if self._window is None:
+            with contextlib.suppress(NoSpace):
+                self._close_window()
+
+    def _close_window(self) -> None:
+        """Write what is due and keep its promises, now or after a sync. Raises NoSpace."""
         backing = self.fabric.store.backing
-        if self._window is not None:
-            return
         if backing.durability == "fsync" and backing.has_work:
             self._window = backing.begin(self._floors())
             self._due, self._promised = self._promised, deque()

@@ -74,5 +74,9 @@ class StorageError(FabricError):
     """The store cannot take or give data; intake stops, work in hand goes on."""
 
 
+class NoSpace(StorageError):
+    """The file system is full: intake stops until there is room again, the rest goes on."""
+
+
 class InvariantError(FabricError):
     """The broker's own state contradicts itself: going on could poison a cache or lose work."""

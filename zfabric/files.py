@@ -31,7 +31,7 @@ import xxhash
 
 from zfabric import catalog as catalogs
 from zfabric.errors import StorageError
-from zfabric.osfiles import OsFiles
+from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
 from zfabric.segment import (
     CAPACITY,
@@ -51,8 +51,12 @@ from zfabric.segments import Append, Row, Segment, Window
 if TYPE_CHECKING:
     from zfabric.store import LaneQueue
 
-# Descriptors kept open at a time, within RLIMIT_NOFILE; the least recently used is closed first.
-OPEN_FILES_MAX = 512
+# Free space is looked at this often, and intake stops under the low-water mark, so that running
+# into the end of the disk is the exception. The reserve is given up then: results need room.
+SPACE_CHECK_S = 0.25
+MIN_FREE_BYTES = 64 * 1024 * 1024
+RESERVE_BYTES = 16 * 1024 * 1024
+RESERVE = "reserve"
 CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "catalog.log",
     "lock",
@@ -75,7 +79,7 @@ def encoded(name: str) -> str:
 class Descriptors:
     """Open descriptors by path, least recently used first out."""
 
-    def __init__(self, files: OsFiles, limit: int = OPEN_FILES_MAX) -> None:
+    def __init__(self, files: OsFiles, limit: int) -> None:
         self._files = files
         self._limit = limit
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -140,8 +144,11 @@ class SegmentFile:
             backing.files.write(self.path, descriptor, [pack_header(self.header)], 0)
             self.flushed = self.header.data_offset
         descriptor = backing.descriptors.get(self.path)
+        before = self.flushed
         self.flushed = backing.files.write(self.path, descriptor, self._pieces, self.flushed)
         self._pieces = []
+        if self.header.kind == ITEMS:
+            backing.segment_bytes += self.flushed - before
         backing.dirty = True
 
     def entry(self, place: int) -> tuple[Any, bytes]:
@@ -278,7 +285,7 @@ class FileBacking:
         self.durability = durability
         self.catalog = catalog
         self.store_id = catalog.store_id
-        self.descriptors = Descriptors(files)
+        self.descriptors = Descriptors(files, descriptor_limit())
         self.wall_offset_s = time.time() - time.monotonic()
         # something was written that no sync has covered
         self.dirty = False
@@ -289,6 +296,12 @@ class FileBacking:
         self.results: dict[int, deque[ResultFile]] = {}
         self._floors: dict[int, tuple[int, int]] = {}
         self.syncs = 0
+        self.min_free_bytes = MIN_FREE_BYTES
+        self.max_disk_bytes: int | None = None
+        self.segment_bytes = 0
+        self._space_checked_s = -SPACE_CHECK_S
+        self._no_space: str | None = None
+        self._reserved = False
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -341,8 +354,8 @@ class FileBacking:
             )
         )
 
-    def free_results(self, owner: int, upto: int) -> None:
-        """The producer has its results up to sequence number `upto`."""
+    def free_results(self, owner: int, upto: int, last: int) -> None:
+        """The producer has its results up to sequence number `upto` of `last`; see Backing."""
         for kept in self.results.get(owner, ()):
             count = len(kept.file.offsets)
             stop = min(upto - kept.first_seq + 1, count)
@@ -350,7 +363,11 @@ class FileBacking:
                 self._open_window.freed.append((kept, list(range(kept.freed, stop))))
                 kept.freed = stop
         files = self.results.get(owner)
-        while files and files[0].freed >= CAPACITY:
+        while (
+            files
+            and files[0].freed == len(files[0].file.offsets)
+            and (len(files) > 1 or upto >= last)
+        ):
             self._open_window.finished.append(files.popleft())
 
     # -- catalog ------------------------------------------------------------------------------
@@ -375,6 +392,43 @@ class FileBacking:
         self.files.sync_all()
         self.files.rename(fresh, self._log_path)
         self.files.sync_all()
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def full(self, now: float) -> str | None:
+        """See Backing: under the low-water mark, or over what this store may use."""
+        if now >= self._space_checked_s + SPACE_CHECK_S:
+            self._space_checked_s = now
+            free = self.files.free_bytes()
+            self._no_space = None
+            if free < self.min_free_bytes:
+                self._no_space = f"{free} bytes are free, {self.min_free_bytes} are kept back"
+                self._give_up_reserve()
+            elif self.max_disk_bytes is not None and self.disk_bytes() >= self.max_disk_bytes:
+                self._no_space = f"the store uses the {self.max_disk_bytes} bytes that it may"
+            else:
+                self._take_reserve()
+        return self._no_space
+
+    def _reserve_path(self) -> Path:
+        return self.root / RESERVE
+
+    def _take_reserve(self) -> None:
+        """Keep room for results on a disk that others may fill."""
+        if not self._reserved:
+            self.files.reserve(self._reserve_path(), RESERVE_BYTES)
+            self._reserved = True
+
+    def _give_up_reserve(self) -> None:
+        if self._reserved:
+            self.files.unlink(self._reserve_path())
+            self._reserved = False
+
+    def disk_bytes(self) -> int:
+        """Bytes of all segment and result files, as far as they were written."""
+        return self.segment_bytes + sum(
+            kept.file.flushed for files in self.results.values() for kept in files
+        )
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -440,6 +494,7 @@ class FileBacking:
                 dead_tokens=segment.dead_tokens,
             )
             following.unlink.append(segment.file.path)
+            self.segment_bytes -= segment.file.flushed - segment.file.header.data_offset
         following.unlink += [kept.file.path for kept in window.finished]
         self.syncs += 1
 

@@ -118,7 +118,7 @@ class Intake:
         if start == len(numbers):
             self._fabric.count("resent_items", start)
             return
-        room = self._room(producer, message.columns["sizes"], start)
+        room = self._room(producer, message.columns["sizes"], start, now)
         stop = start + room.items
         if stop < len(numbers):
             self._owed[producer.index] = Refusal(numbers[stop], room.code, room.text)
@@ -140,10 +140,13 @@ class Intake:
         code: str
         text: str
 
-    def _room(self, producer: Producer, sizes: array[int], start: int) -> _Room:
+    def _room(self, producer: Producer, sizes: array[int], start: int, now: float) -> _Room:
         config, wanted = self._fabric.config, len(sizes) - start
         if self.draining:
             return self._Room(0, "draining", "the broker is draining and takes nothing new")
+        no_space = self._fabric.store.backing.full(now)
+        if no_space is not None:
+            return self._Room(0, "storage_full", no_space)
         own = config.producer_items_max - producer.outstanding
         if own < wanted:
             text = f"{producer.outstanding} items of {producer.name} have no acknowledged result"
@@ -263,7 +266,7 @@ class Intake:
         freed = outbox.ack(upto)
         self._fabric.outbox_bytes -= before - outbox.payload_bytes
         if freed:
-            self._fabric.store.backing.free_results(producer.index, outbox.acked)
+            self._fabric.store.backing.free_results(producer.index, outbox.acked, outbox.last)
         producer.outstanding -= freed
         producer.acked_items += freed
         if outbox.sent < outbox.last:

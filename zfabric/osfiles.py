@@ -11,18 +11,17 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zfabric.errors import StorageError
+from zfabric.errors import NoSpace, StorageError
 
+# Descriptors asked for, those without which nothing works, and those that segments use at most.
+DESCRIPTORS_WANTED, DESCRIPTORS_MIN, OPEN_FILES_MAX = 65_536, 64, 4_096
 # Pieces of one pwritev: the kernel's limit is 1,024.
 IOV_MAX = 1_024
-
-
-class NoSpace(StorageError):
-    """The file system is full: intake stops until there is room again."""
 
 
 @contextlib.contextmanager
@@ -32,6 +31,26 @@ def _named(path: Path) -> Iterator[None]:
     except OSError as error:
         kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise kind(f"{path}: {error.strerror}") from error
+
+
+def descriptor_limit() -> int:
+    """Descriptors that the store may keep open; raises the soft limit as far as it may.
+
+    Half of what the process may have: sockets and everything else need theirs. Raises
+    StorageError where that is not enough to run at all.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_WANTED)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if soft < DESCRIPTORS_MIN:
+        raise StorageError(
+            f"this process may open {soft} files; a broker needs {DESCRIPTORS_MIN}: "
+            "raise the limit with ulimit -n"
+        )
+    return max(16, min(soft // 2, OPEN_FILES_MAX))
 
 
 class OsFiles:
@@ -120,6 +139,15 @@ class OsFiles:
             for directory, _, names in os.walk(self.root):
                 for name in (*names, "."):
                     _sync_path(Path(directory) / name)
+
+    def reserve(self, path: Path, size: int) -> None:
+        """Hold `size` bytes of the disk in a file; no matter if there are not so many."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            finally:
+                os.close(descriptor)
 
     def free_bytes(self) -> int:
         """What the file system still has for us."""

@@ -93,6 +93,7 @@ def _file_segment(
     segment.lengths = found.lengths
     segment.states = found.states
     segment.tokens = sum(found.lengths)
+    backing.segment_bytes += found.file.flushed - found.header.data_offset
     return segment
 
 

@@ -129,11 +129,14 @@ class Backing(Protocol):
     def keep_result(self, owner: int, seq: int, result: Stored) -> None:
         """Keep a result of a producer, numbered `seq`."""
 
-    def free_results(self, owner: int, upto: int) -> None:
-        """The producer has its results up to sequence number `upto`."""
+    def free_results(self, owner: int, upto: int, last: int) -> None:
+        """The producer has its results up to sequence number `upto`; `last` is its newest."""
 
     def record(self, **fields: Any) -> None:
         """Keep what no segment can say of itself; see `catalog`."""
+
+    def full(self, now: float) -> str | None:
+        """Why nothing new may be taken in, or None where there is room."""
 
     @property
     def has_work(self) -> bool:
@@ -238,11 +241,15 @@ class MemoryBacking:
     def keep_result(self, owner: int, seq: int, result: Stored) -> None:
         """See Backing; the outbox itself is the memory."""
 
-    def free_results(self, owner: int, upto: int) -> None:
+    def free_results(self, owner: int, upto: int, last: int) -> None:
         """See Backing."""
 
     def record(self, **fields: Any) -> None:
         """See Backing."""
+
+    def full(self, now: float) -> str | None:
+        """See Backing; the store's own bounds are the intake's affair."""
+        return None
 
     @property
     def has_work(self) -> bool:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from zfabric.errors import InvariantError
+from zfabric.errors import InvariantError, NoSpace
 from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
 from zfabric.shapes import Shape
 
@@ -197,13 +197,21 @@ class Store:
         Returns (queue, items, tokens) that became ready.
         """
         published = []
-        for queue in self._dirty:
+        dirty, self._dirty = self._dirty, []
+        for k, queue in enumerate(dirty):
+            try:
+                for segment in queue.segments:
+                    if len(segment.states) > segment.boundary:
+                        segment.flush()
+            except NoSpace:
+                # Nothing of this queue is visible or promised; it is tried again.
+                self._dirty += dirty[k:]
+                break
             items = tokens = 0
             for segment in reversed(queue.segments):
                 fresh = len(segment.states) - segment.boundary
                 if not fresh:
                     break
-                segment.flush()
                 lengths = segment.lengths[segment.boundary :]
                 items += fresh
                 tokens += sum(lengths)
@@ -213,8 +221,12 @@ class Store:
             self._readied(queue, items, tokens)
             queue.unpublished = False
             published.append((queue, items, tokens))
-        self._dirty.clear()
         return published
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether items are taken in that could not be stored yet, for want of space."""
+        return bool(self._dirty)
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import zfabric
 from zfabric.cli import (
     batch,
+    bench,
     broker,
     common,
     config,
@@ -24,6 +25,7 @@ from zfabric.cli import (
     doctor,
     look,
     operate,
+    segments,
     setup,
     top,
     worker,
@@ -40,7 +42,7 @@ from zfabric.errors import (
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3, 4, 5
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
-GROUPS = (demo, broker, worker, batch, top, look, operate, config, doctor, setup)
+GROUPS = (demo, broker, worker, batch, top, look, operate, segments, bench, config, doctor, setup)
 
 DESCRIPTION = """\
 A brokered work fabric for GPU inference: one broker decides which batch every item belongs in,

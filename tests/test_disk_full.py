@@ -1,0 +1,110 @@
+"""A full disk refuses what is new, finishes what is in hand, and needs no restart to recover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.disk import DiskBench
+from tests.harness import FakeProducer
+from tests.test_recovery import again, run_all
+from zfabric.errors import NoSpace
+from zfabric.osfiles import OsFiles
+from zfabric.protocol import Status, Type
+
+
+class SmallDisk(OsFiles):
+    """A disk of `size` bytes, of which writes behind the end of files take their part."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        super().__init__(root)
+        self.size = size
+
+    def used(self) -> int:
+        return sum(p.stat().st_blocks * 512 for p in self.root.rglob("*") if p.is_file())
+
+    def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        grows = offset + sum(map(len, pieces)) - path.stat().st_size
+        if grows > 0 and self.used() + grows > self.size:
+            raise NoSpace(f"{path}: No space left on device")
+        return super().write(path, descriptor, pieces, offset)
+
+    def reserve(self, path: Path, size: int) -> None:
+        """None here: the test is about the writes that fail."""
+
+    def free_bytes(self) -> int:
+        return max(0, self.size - self.used())
+
+
+class FullBench(DiskBench):
+    def __init__(self, root: Path, size: int, *, min_free: int, **config: object) -> None:
+        self.disk = SmallDisk(root, size)
+        self.min_free = min_free
+        super().__init__(root, **config)  # type: ignore[arg-type]
+
+    def files(self) -> OsFiles:
+        return self.disk
+
+    def start_broker(self, boot: int) -> None:
+        super().start_broker(boot)
+        self.backing.min_free_bytes = self.min_free
+
+
+def refusals(producer: FakeProducer) -> list[str]:
+    return [
+        m.fields["code"] for m in producer.inbox if m.kind is Type.ACCEPTED and "code" in m.fields
+    ]
+
+
+@pytest.mark.parametrize("min_free", [0, 300_000])
+def test_full_disk_refuses_and_recovers_without_a_restart(tmp_path: Path, min_free: int) -> None:
+    bench = FullBench(tmp_path, 1_000_000, min_free=min_free)
+    producer = bench.producer()
+    sent = 0
+    for _ in range(60):
+        bench.now += 0.3
+        producer.submit([100] * 20, payload=b"x" * 2_000)
+        bench.settle()
+        sent += 20
+        if "storage_full" in refusals(producer) or producer.upto < sent:
+            break
+    accepted = producer.upto
+    assert 0 < accepted < sent
+    worker = bench.worker(batch=8)
+    bench.dispatch(2)
+    for key in list(worker.batches):
+        worker.done(key)
+    if min_free:
+        bench.settle()
+        assert "storage_full" in refusals(producer)
+        assert len(producer.results) == 16
+    bench.disk.size = 50_000_000
+    bench.now += 1.0
+    bench.settle()
+    producer.last = producer.upto
+    producer.submit([100] * 20)
+    bench.settle()
+    assert producer.upto >= accepted + 20
+    run_all(bench, worker)
+    assert set(producer.results) == set(range(1, producer.upto + 1))
+    assert all(statuses == [Status.OK] for statuses in producer.results.values())
+    bench.check()
+
+
+def test_what_was_accepted_before_the_disk_filled_survives_a_crash(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 600_000, min_free=0)
+    producer = bench.producer()
+    for _ in range(40):
+        producer.submit([100] * 20, payload=b"x" * 2_000)
+        bench.settle()
+    accepted = producer.upto
+    bench.crash()
+    again(bench, producer)
+    assert producer.upto >= accepted
+    bench.disk.size = 50_000_000
+    bench.now += 1.0
+    run_all(bench, bench.worker())
+    assert set(range(1, accepted + 1)) <= set(producer.results)
+    bench.check()

@@ -1,0 +1,160 @@
+"""`zfabric segments`: look into a data directory without touching it, live or damaged."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zfabric.cli import common
+from zfabric.errors import ConfigError, StorageError
+
+EXIT_DAMAGE = 1
+LS_TEXT = """
+List the segment files of a data directory: model, shape, lane, entries, live ones, bytes. Reads
+only; the broker may be running.
+"""
+VERIFY_TEXT = """
+Check every header and every entry of a data directory against its checksums, and the catalog too.
+Prints what is damaged and why. Reads only; the broker may be running. Exit code 1 on damage.
+"""
+
+
+def add(commands: common.Commands) -> None:
+    """Add the commands."""
+    group = common.add_command(
+        commands,
+        "segments",
+        lambda args: _need_more(),
+        "segment files of a data directory",
+        "Look into a data directory without touching it.",
+        "zfabric segments verify ./fabric",
+    )
+    subcommands = group.add_subparsers(metavar="COMMAND")
+    for name, run, summary, text in (
+        ("ls", run_ls, "list segment files", LS_TEXT),
+        ("verify", run_verify, "check every record", VERIFY_TEXT),
+    ):
+        parser = common.add_command(
+            subcommands, name, run, summary, text, f"zfabric segments {name} ./fabric"
+        )
+        parser.add_argument("directory", metavar="DIR", type=Path, help="the broker's --data")
+        common.add_json(parser)
+
+
+def _need_more() -> int:
+    raise ConfigError("say what to do: zfabric segments ls DIR, or verify DIR")
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """List every file."""
+    rows = [file for file in _files(args.directory) if "error" not in file]
+    if args.json:
+        common.show_json([{k: v for k, v in row.items() if k != "damage"} for row in rows])
+        return 0
+    headers = ("file", "kind", "model", "shape", "lane", "entries", "live", "bytes")
+    cells = [
+        [
+            row["file"],
+            row["kind"],
+            row["model"],
+            row["signature"],
+            row["lane"],
+            row["entries"],
+            row["live"],
+            row["bytes"],
+        ]
+        for row in rows
+    ]
+    common.show(common.table(headers, cells) if cells else "no segment files")
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Check every file; 1 where something is damaged."""
+    from zfabric.files import CATALOG
+
+    problems: list[dict[str, Any]] = []
+    files = list(_files(args.directory))
+    for file in files:
+        if "error" in file:
+            problems.append({"file": file["file"], "offset": 0, "reason": file["error"]})
+        problems += [{"file": file["file"], **damage} for damage in file.get("damage", ())]
+    catalog = args.directory / CATALOG
+    reason = _catalog_problem(catalog)
+    if reason is not None:
+        problems.append({"file": CATALOG, "offset": 0, "reason": reason})
+    entries = sum(file.get("entries", 0) for file in files)
+    if args.json:
+        common.show_json({"files": len(files), "entries": entries, "damaged": problems})
+    else:
+        for problem in problems:
+            number = f", item {problem['number']}" if problem.get("number") is not None else ""
+            common.show(f"{problem['file']} at {problem['offset']}: {problem['reason']}{number}")
+        verdict = f"{len(problems)} damaged" if problems else "all whole"
+        common.show(f"{len(files):,} files, {entries:,} entries: {verdict}")
+    return EXIT_DAMAGE if problems else 0
+
+
+def _catalog_problem(path: Path) -> str | None:
+    from zfabric import catalog
+
+    try:
+        known, _ = catalog.read(path.read_bytes())
+    except FileNotFoundError:
+        return "missing"
+    except StorageError as error:
+        return str(error)
+    return None if known.store_id else "does not begin with its store record"
+
+
+def _files(directory: Path) -> Iterator[dict[str, Any]]:
+    """Every segment file, read whole, one after the other."""
+    from zfabric.files import OUTBOX, SEGMENTS
+
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; give the broker's --data")
+    for part in (SEGMENTS, OUTBOX):
+        for path in sorted((directory / part).rglob("*.seg")):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            yield {"file": str(path.relative_to(directory)), **_read(data)}
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    from zfabric.segment import (
+        HEADER_BYTES,
+        Damage,
+        decode_word,
+        read_header,
+        scan,
+        words_of,
+    )
+
+    try:
+        header = read_header(data[:HEADER_BYTES])
+    except StorageError as error:
+        return {"error": str(error), "bytes": len(data)}
+    words, _ = words_of(data[HEADER_BYTES : header.data_offset])
+    entries = live = 0
+    damage = []
+    for found in scan(header, data[header.data_offset :]):
+        if isinstance(found, Damage):
+            row = {"offset": found.offset, "reason": found.reason, "number": found.number}
+            damage.append(row)
+            continue
+        entries += 1
+        live += not decode_word(words[found.place])[0]
+    return {
+        "kind": header.kind,
+        "model": header.model,
+        "signature": f"{header.signature:016x}",
+        "lane": header.lane,
+        "entries": entries,
+        "live": live,
+        "bytes": len(data),
+        "damage": damage,
+    }
