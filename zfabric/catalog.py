@@ -2,17 +2,21 @@
 
     record:  size u32 · CRC-32 u32 · `size` bytes of msgpack, a map whose `t` is its type
 
-    store     id, format          a new store; the first record
+    store     id, format, ...     the first record; `records` is how many were written with it
     producer  i, name             the name behind an owner number
-    floor     i, upto, seq        numbers up to `upto` were accepted; results up to `seq` existed
+    floor     i, upto, seq        numbers up to `upto` were accepted; results up to `seq` existed;
+                                  `above`: numbers that a crash left behind a hole
     forget    i                   the producer is forgotten
-    retired   nonce, items, tokens, dead_items, dead_tokens   a segment is over
+    retired   nonce, items, tokens, ...   a segment is over: completed, dead, quarantined
     dead      id, ...             an item that was given up, with its payload
     undead    id                  that record was requeued or dropped
     retry     number, of          a requeued item's number, and the one it retries
+    window    n                   the rest of this write belongs to commit window n; all that was
+                                  written before it is on the device
 
-A torn end was never synced and is cut off; damage before it means that the catalog cannot be
-trusted, and the store refuses to start. Decides nothing; the store says what is recorded when.
+A write that a crash tore has no window behind it: it was never promised, and is cut off. Damage
+with a window behind it, or within the records that were written at the start, means that the
+catalog cannot be trusted, and the store refuses to start. The store says what is recorded when.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from zfabric.errors import StorageError
 from zfabric.segment import FORMAT, NewerFormat
 
 _PREFIX = struct.Struct("<II")
-# Larger than any payload with its record; a size beyond it is damage.
-RECORD_BYTES_MAX = 2 * 1024 * 1024 * 1024
+# How the body of a window record begins; damage is searched for the next one.
+_WINDOW_MARK = b"\x82\xa1t\xa6window\xa1n"
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class Floor:
     name: str
     upto: int = 0
     seq: int = 0
+    above: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -54,21 +59,19 @@ class Catalog:
     ended_tokens: int = 0
     dead_items: int = 0
     dead_tokens: int = 0
+    quarantined_items: int = 0
+    quarantined_tokens: int = 0
     dead: dict[int, dict[str, Any]] = field(default_factory=dict)
     next_dead: int = 1
     retries: dict[int, int] = field(default_factory=dict)
+    # the next commit window; all before the last one begun are on the device
+    window: int = 1
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Enter one record. Raises NewerFormat for a store of a later release."""
         kind = record["t"]
         if kind == "store":
-            if record["format"] > FORMAT:
-                raise NewerFormat(
-                    f"the store has format {record['format']}; this release reads up to {FORMAT}"
-                )
-            self.store_id = record["id"]
-            self.next_producer = max(self.next_producer, record.get("next_producer", 0))
-            self.next_dead = max(self.next_dead, record.get("next_dead", 1))
+            self._take_store(record)
         elif kind == "producer":
             self.producers[record["i"]] = Floor(record["name"])
             self.next_producer = max(self.next_producer, record["i"] + 1)
@@ -76,6 +79,9 @@ class Catalog:
             floor = self.producers[record["i"]]
             floor.upto = max(floor.upto, record["upto"])
             floor.seq = max(floor.seq, record["seq"])
+            above = record.get("above", ())
+            if above or floor.above:
+                floor.above = {n for n in (*floor.above, *above) if n > floor.upto}
         elif kind == "forget":
             self.producers.pop(record["i"], None)
         elif kind == "retired":
@@ -87,6 +93,18 @@ class Catalog:
             self.dead.pop(record["id"], None)
         elif kind == "retry":
             self.retries[record["number"]] = record["of"]
+        elif kind == "window":
+            self.window = max(self.window, record["n"])
+
+    def _take_store(self, record: Mapping[str, Any]) -> None:
+        if record["format"] > FORMAT:
+            raise NewerFormat(
+                f"the store has format {record['format']}; this release reads up to {FORMAT}"
+            )
+        self.store_id = record["id"]
+        self.next_producer = max(self.next_producer, record.get("next_producer", 0))
+        self.next_dead = max(self.next_dead, record.get("next_dead", 1))
+        self.window = max(self.window, record.get("window", 1))
 
     def _take_retired(self, record: Mapping[str, Any]) -> None:
         if record["nonce"] in self.retired:
@@ -96,20 +114,16 @@ class Catalog:
         self.ended_tokens += record["tokens"]
         self.dead_items += record["dead_items"]
         self.dead_tokens += record["dead_tokens"]
+        self.quarantined_items += record.get("quarantined_items", 0)
+        self.quarantined_tokens += record.get("quarantined_tokens", 0)
 
     def records(self, still_there: Iterable[int]) -> list[dict[str, Any]]:
         """The same in as few records as possible; retired nonces only while their files exist."""
-        store = {
-            "t": "store",
-            "id": self.store_id,
-            "format": FORMAT,
-            "next_producer": self.next_producer,
-            "next_dead": self.next_dead,
-        }
-        out: list[dict[str, Any]] = [store]
+        out: list[dict[str, Any]] = []
         for number, floor in self.producers.items():
             out.append({"t": "producer", "i": number, "name": floor.name})
-            out.append({"t": "floor", "i": number, "upto": floor.upto, "seq": floor.seq})
+            known = {"t": "floor", "i": number, "upto": floor.upto, "seq": floor.seq}
+            out.append({**known, "above": sorted(floor.above)} if floor.above else known)
         ended = {
             "t": "retired",
             "nonce": 0,
@@ -117,6 +131,8 @@ class Catalog:
             "tokens": self.ended_tokens,
             "dead_items": self.dead_items,
             "dead_tokens": self.dead_tokens,
+            "quarantined_items": self.quarantined_items,
+            "quarantined_tokens": self.quarantined_tokens,
         }
         out.append(ended)
         nothing = {"items": 0, "tokens": 0, "dead_items": 0, "dead_tokens": 0}
@@ -127,7 +143,16 @@ class Catalog:
         ]
         out += self.dead.values()
         out += [{"t": "retry", "number": n, "of": of} for n, of in self.retries.items()]
-        return out
+        store = {
+            "t": "store",
+            "id": self.store_id,
+            "format": FORMAT,
+            "next_producer": self.next_producer,
+            "next_dead": self.next_dead,
+            "window": self.window,
+            "records": len(out) + 1,
+        }
+        return [store, *out]
 
 
 def pack(record: Mapping[str, Any]) -> bytes:
@@ -136,21 +161,33 @@ def pack(record: Mapping[str, Any]) -> bytes:
     return _PREFIX.pack(len(body), zlib.crc32(body)) + body
 
 
+def pack_window(number: int) -> bytes:
+    """The record that a window's write begins with."""
+    return pack({"t": "window", "n": number})
+
+
 def read(data: bytes) -> tuple[Catalog, int]:
     """(the catalog, how many bytes of `data` are whole records).
 
-    What is behind them is a torn end if nothing whole follows. Raises StorageError where whole
-    records follow damage, NewerFormat for a later release's.
+    What is behind them is a torn end. Raises StorageError where that cannot be, NewerFormat for a
+    later release's.
     """
     catalog = Catalog()
-    position = 0
-    while position < len(data):
-        body = _body(data, position)
-        if body is None:
-            _check_torn(data, position)
-            break
-        catalog.take(msgpack.unpackb(body, strict_map_key=False))
+    position = count = 0
+    wanted = 1
+    while (body := _body(data, position)) is not None:
+        try:
+            record = msgpack.unpackb(body, strict_map_key=False)
+            catalog.take(record)
+            wanted = max(wanted, record.get("records", 1))
+        except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as error:
+            raise StorageError(f"the record at byte {position} makes no sense: {error!r}") from None
         position += _PREFIX.size + len(body)
+        count += 1
+    if count < wanted:
+        raise StorageError(f"damaged at byte {position}, in record {count + 1} of {wanted}")
+    if _window_behind(data, position):
+        raise StorageError(f"damaged at byte {position}, with whole records behind")
     return catalog, position
 
 
@@ -164,11 +201,13 @@ def _body(data: bytes, position: int) -> bytes | None:
     return body
 
 
-def _check_torn(data: bytes, position: int) -> None:
-    """Raise StorageError where a whole record follows the bad one at `position`."""
-    if len(data) - position < _PREFIX.size:
-        return
-    size, _ = _PREFIX.unpack_from(data, position)
-    following = position + _PREFIX.size + size
-    if size and following < len(data) and _body(data, following) is not None:
-        raise StorageError(f"catalog.log is damaged at byte {position}")
+def _window_behind(data: bytes, position: int) -> bool:
+    """Whether a later write began when the one at `position` was on the device already."""
+    found = data.find(_WINDOW_MARK, position + 1)
+    while found >= 0:
+        begin = found - _PREFIX.size
+        # The write at `position` may have lost the record before its own window, not behind it.
+        if begin > position and _body(data, begin) is not None:
+            return True
+        found = data.find(_WINDOW_MARK, found + 1)
+    return False

@@ -11,16 +11,17 @@ durable copy. A commit window is what is written between two syncs; the order on
     end of n+1   their files are unlinked
 
 so that at no point a tombstone is on the device without its result, or a file gone without its
-record. In mode `os` a window ends as soon as it is written. Only this module orders writes.
+record. Entries carry the number of their window, by which recovery tells what was safe from what
+was not (see `segment`). In mode `os` a window ends as soon as it is written; as nothing is known to
+be on the device then, the number stays. Only this module orders writes.
 """
 
 from __future__ import annotations
 
 import secrets
-import struct
 import time
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,22 +31,12 @@ from urllib.parse import quote
 import xxhash
 
 from zfabric import catalog as catalogs
-from zfabric.errors import StorageError
+from zfabric.entryfiles import Descriptors, SegmentFile
+from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
-from zfabric.segment import (
-    CAPACITY,
-    ITEMS,
-    RESULTS,
-    TOMBSTONE_WORD,
-    Column,
-    Header,
-    pack_entries,
-    pack_header,
-    payload_of,
-    read_entry,
-    word_offset,
-)
+from zfabric.protocol import NUMBER_MAX
+from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Column, Header
 from zfabric.segments import Append, Row, Segment, Window
 
 if TYPE_CHECKING:
@@ -76,121 +67,12 @@ def encoded(name: str) -> str:
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
 
 
-class Descriptors:
-    """Open descriptors by path, least recently used first out."""
-
-    def __init__(self, files: OsFiles, limit: int) -> None:
-        self._files = files
-        self._limit = limit
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def get(self, path: Path, *, create: bool = False) -> int:
-        """A descriptor of `path`."""
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            while len(self._open) >= self._limit:
-                self._files.close(self._open.popitem(last=False)[1])
-            descriptor = self._open[path] = self._files.open(path, create=create)
-        else:
-            self._open.move_to_end(path)
-        return descriptor
-
-    def forget(self, path: Path) -> None:
-        """Close the descriptor of `path`, if there is one."""
-        descriptor = self._open.pop(path, None)
-        if descriptor is not None:
-            self._files.close(descriptor)
-
-    def close(self) -> None:
-        """Close all."""
-        while self._open:
-            self._files.close(self._open.popitem()[1])
-
-
-class SegmentFile:
-    """A file of entries: append, read, tombstone. Whole entries only; nothing is ever moved."""
-
-    __slots__ = ("_backing", "_pieces", "flushed", "header", "offsets", "path", "sizes", "tail")
-
-    def __init__(self, backing: FileBacking, path: Path, header: Header) -> None:
-        self._backing = backing
-        self.path = path
-        self.header = header
-        # of each entry: where it begins behind the state words, in units of 8 bytes
-        self.offsets = array("I")
-        self.sizes = array("I")
-        self._pieces: list[bytes] = []
-        self.tail = header.data_offset
-        self.flushed = 0
-
-    def append(self, column: Column) -> None:
-        """Take entries; `flush` writes them."""
-        pieces, offsets, self.tail = pack_entries(
-            self.header.nonce, self.tail, len(self.offsets), column
-        )
-        self._pieces += pieces
-        base = self.header.data_offset
-        self.offsets.extend([(offset - base) // 8 for offset in offsets])
-        self.sizes.extend(map(len, column.payloads))
-
-    def flush(self) -> None:
-        """Write what was taken, and the header before the first of it."""
-        if not self._pieces:
-            return
-        backing = self._backing
-        if not self.flushed:
-            backing.files.make_directory(self.path.parent)
-            descriptor = backing.descriptors.get(self.path, create=True)
-            backing.files.write(self.path, descriptor, [pack_header(self.header)], 0)
-            self.flushed = self.header.data_offset
-        descriptor = backing.descriptors.get(self.path)
-        before = self.flushed
-        self.flushed = backing.files.write(self.path, descriptor, self._pieces, self.flushed)
-        self._pieces = []
-        if self.header.kind == ITEMS:
-            backing.segment_bytes += self.flushed - before
-        backing.dirty = True
-
-    def entry(self, place: int) -> tuple[Any, bytes]:
-        """(the entry, its payload). Raises StorageError where it is damaged."""
-        offset = self.header.data_offset + 8 * self.offsets[place]
-        size = 56 + self.sizes[place]
-        descriptor = self._backing.descriptors.get(self.path)
-        block = self._backing.files.read(self.path, descriptor, size, offset)
-        try:
-            entry = read_entry(self.header.nonce, offset, block)
-            return entry, payload_of(self.header.nonce, entry, block)
-        except StorageError as error:
-            raise StorageError(f"{self.path}: entry {place}: {error}") from None
-
-    def write_word(self, place: int, word: int, attempts: int) -> None:
-        """Set the state word and the attempts of one entry, in place."""
-        descriptor = self._backing.descriptors.get(self.path)
-        data = struct.pack("<II", word, attempts)
-        self._backing.files.write(self.path, descriptor, [data], word_offset(place))
-        self._backing.dirty = True
-
-    def write_tombstones(self, places: list[int]) -> None:
-        """Tombstones for `places`, one write for each run of neighbours."""
-        descriptor = self._backing.descriptors.get(self.path)
-        word = struct.pack("<II", TOMBSTONE_WORD, 0)
-        places.sort()
-        start = 0
-        for k in range(1, len(places) + 1):
-            if k == len(places) or places[k] != places[k - 1] + 1:
-                data = word * (k - start)
-                offset = word_offset(places[start])
-                self._backing.files.write(self.path, descriptor, [data], offset)
-                start = k
-        self._backing.dirty = True
-
-
 class FileSegment:
     """A lane's segment on disk: cursors here, bytes in its file."""
 
     __slots__ = (
-        "_backing", "boundary", "cursor", "dead_items", "dead_tokens", "deleted", "done_ahead",
-        "file", "lengths", "nonce", "queue", "slot", "states", "tokens",
+        "_backing", "boundary", "counts", "cursor", "deleted", "done_ahead", "file", "lengths",
+        "nonce", "queue", "slot", "states", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -208,22 +90,22 @@ class FileSegment:
         self.deleted = 0
         self.done_ahead = 0
         self.tokens = 0
-        self.dead_items = 0
-        self.dead_tokens = 0
+        # (items, tokens) that ended other than completed, by state word
+        self.counts: dict[int, tuple[int, int]] = {}
 
     def extend(self, items: Append, now: float) -> None:
         """See Segment."""
-        when_us = int((now + self._backing.wall_offset_s) * 1e6)
-        gaps = [min(gap, 2**32 - 1) for gap in items.gaps] or [1] * len(items.lengths)
+        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
         self.file.append(
             Column(
                 items.lengths,
                 items.producer,
                 items.numbers,
+                items.gaps or [1] * len(items.lengths),
                 when_us,
+                self._backing.window,
                 items.targets,
                 items.tags,
-                gaps,
                 items.payloads,
             )
         )
@@ -248,10 +130,16 @@ class FileSegment:
     def tombstone(self, entry: int, *, dead: bool) -> int:
         """See Segment; written when the result it speaks of is durable."""
         if dead:
-            self.dead_items += 1
-            self.dead_tokens += self.lengths[entry]
-        self._backing.owe_tombstone(self, entry)
+            self.count(DEAD_WORD, self.lengths[entry])
+            self._backing.owe_word(self.file, entry, DEAD_WORD)
+        else:
+            self._backing.owe_tombstone(self.file, entry)
         return self.file.sizes[entry]
+
+    def count(self, word: int, tokens: int) -> None:
+        """An entry ended, and not completed."""
+        items, before = self.counts.get(word, (0, 0))
+        self.counts[word] = (items + 1, before + tokens)
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """See Segment."""
@@ -274,6 +162,7 @@ class ResultFile:
 class FileBacking:
     """Segments in a directory. Make it with `zfabric.recovery.open_store`."""
 
+    # entries of a new file, of items or of results
     segment_items_max = CAPACITY
 
     def __init__(
@@ -294,14 +183,20 @@ class FileBacking:
         self._log_path = files.root / CATALOG
         self._log_end = 0
         self.results: dict[int, deque[ResultFile]] = {}
+        # files that hold entries which are not written yet, by nonce
+        self.unwritten: dict[int, SegmentFile] = {}
+        # the number of the open window
+        self.window = catalog.window
+        # floors that are durable and not in the catalog yet; those that wait for their window
         self._floors: dict[int, tuple[int, int]] = {}
+        self._owed_floors: dict[int, tuple[int, int]] = {}
         self.syncs = 0
         self.min_free_bytes = MIN_FREE_BYTES
         self.max_disk_bytes: int | None = None
         self.segment_bytes = 0
         self._space_checked_s = -SPACE_CHECK_S
         self._no_space: str | None = None
-        self._reserved = False
+        self.reserved = False
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -315,16 +210,27 @@ class FileBacking:
             queue.lane,
             queue.shape.components,
             queue.shape.tokens,
-            created_s=time.time(),
+            self.segment_items_max,
+            time.time(),
         )
-        directory = self.root / SEGMENTS / encoded(queue.shape.model) / f"{queue.signature:016x}"
-        path = directory / str(queue.lane) / f"{nonce:016x}.seg"
-        return FileSegment(slot, queue, self, SegmentFile(self, path, header))
+        return FileSegment(slot, queue, self, SegmentFile(self, self.path_of(header), header))
 
-    def owe_tombstone(self, segment: FileSegment, entry: int) -> None:
-        """The item is over; its result is written in this window."""
-        owed = self._open_window.tombstones.setdefault(segment.slot, (segment, []))
-        owed[1].append(entry)
+    def path_of(self, header: Header) -> Path:
+        """Where the file with this header belongs."""
+        name = f"{header.nonce:016x}.seg"
+        if header.kind == RESULTS:
+            return self.root / OUTBOX / str(header.lane) / name
+        shape = self.root / SEGMENTS / encoded(header.model) / f"{header.signature:016x}"
+        return shape / str(header.lane) / name
+
+    def owe_tombstone(self, file: SegmentFile, place: int) -> None:
+        """The item is completed; its result is written in this window."""
+        owed = self._open_window.tombstones.setdefault(file.header.nonce, (file, []))
+        owed[1].append(place)
+
+    def owe_word(self, file: SegmentFile, place: int, word: int) -> None:
+        """The item ended otherwise; what says so is written in this window."""
+        self._open_window.words.append((file, place, word))
 
     def owe_retirement(self, segment: FileSegment) -> None:
         """Every entry of the segment is over."""
@@ -335,24 +241,18 @@ class FileBacking:
     def keep_result(self, owner: int, seq: int, result: Stored) -> None:
         """Write a result of a producer, numbered `seq`."""
         kept = self.results.setdefault(owner, deque())
-        if not kept or len(kept[-1].file.offsets) >= CAPACITY:
-            nonce = secrets.randbits(64)
-            header = Header(nonce, RESULTS, "", 0, owner, created_s=time.time())
-            path = self.root / OUTBOX / str(owner) / f"{nonce:016x}.seg"
-            kept.append(ResultFile(SegmentFile(self, path, header), seq))
-        retry = result.retry_of or 0
-        kept[-1].file.append(
-            Column(
-                (0,),
-                owner,
-                (result.number,),
-                seq,
-                (retry & 0xFFFF_FFFF,),
-                (int(result.status),),
-                (retry >> 32,),
-                (result.payload,),
-            )
-        )
+        file = kept[-1].file if kept else None
+        # Entries of a file are in sequence; damage at a file's end may have cost some.
+        following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
+        if file is None or len(file.offsets) >= file.header.capacity or seq != following:
+            capacity, nonce = self.segment_items_max, secrets.randbits(64)
+            header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
+            file = SegmentFile(self, self.path_of(header), header)
+            kept.append(ResultFile(file, seq))
+        gap = result.gap if result.retry_of is None else result.retry_of
+        payloads = (result.payload,)
+        numbers, status = (result.number,), (int(result.status),)
+        file.append(Column((0,), owner, numbers, (gap,), seq, self.window, (0,), status, payloads))
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto` of `last`; see Backing."""
@@ -374,6 +274,16 @@ class FileBacking:
 
     def record(self, **fields: Any) -> None:
         """Add a record to the catalog, in this window."""
+        if fields["t"] == "undead":
+            # The record of a requeued item may go when the item itself is durable.
+            self._open_window.later.append(fields)
+            self.catalog.take(fields)
+            return
+        if fields["t"] == "dead":
+            # Until this window is over, recovery doubts it: the result may be torn.
+            fields["window"] = self.window
+        if fields["t"] == "forget":
+            self._open_window.finished += self.results.pop(fields["i"], ())
         self.catalog.take(fields)
         self._log.append(catalogs.pack(fields))
 
@@ -382,6 +292,7 @@ class FileBacking:
         fresh = self._log_path.with_suffix(".new")
         self.descriptors.forget(self._log_path)
         self.files.unlink(fresh)
+        self.catalog.window = self.window
         descriptor = self.files.open(fresh, create=True)
         records = self.catalog.records(nonces)
         try:
@@ -415,14 +326,14 @@ class FileBacking:
 
     def _take_reserve(self) -> None:
         """Keep room for results on a disk that others may fill."""
-        if not self._reserved:
+        if not self.reserved:
             self.files.reserve(self._reserve_path(), RESERVE_BYTES)
-            self._reserved = True
+            self.reserved = True
 
     def _give_up_reserve(self) -> None:
-        if self._reserved:
+        if self.reserved:
             self.files.unlink(self._reserve_path())
-            self._reserved = False
+            self.reserved = False
 
     def disk_bytes(self) -> int:
         """Bytes of all segment and result files, as far as they were written."""
@@ -434,69 +345,125 @@ class FileBacking:
 
     def write(self) -> None:
         """Write everything of this window that is not written yet: results, then records."""
-        for files in self.results.values():
-            if files:
-                files[-1].file.flush()
+        for file in [f for f in self.unwritten.values() if f.header.kind == RESULTS]:
+            file.flush()
         if self._log:
-            descriptor = self.descriptors.get(self._log_path)
-            end = self.files.write(self._log_path, descriptor, self._log, self._log_end)
-            self._log_end = end
+            mark = [catalogs.pack_window(self.window)] if self.durability == "fsync" else []
+            self._append_log(mark + self._log)
             self._log = []
-            self.dirty = True
+
+    def _append_log(self, records: list[bytes]) -> None:
+        descriptor = self.descriptors.get(self._log_path)
+        self._log_end = self.files.write(self._log_path, descriptor, records, self._log_end)
+        self.dirty = True
 
     @property
     def has_work(self) -> bool:
         """Whether a window would do anything."""
-        window = self._open_window
-        return bool(
-            self.dirty
-            or self._log
-            or window.tombstones
-            or window.freed
-            or window.retired
-            or window.finished
-            or window.unlink
-        )
+        return bool(self.dirty or self._log or self._open_window.owes)
 
     def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
-        """Close the window: it is written, and what it owes is due when its sync is over."""
+        """Close the window: it is written, and what it owes is due when its sync is over.
+
+        Raises NoSpace where it cannot be written; it is still open then.
+        """
+        self._owed_floors.update(floors)
         self.write()
         window, self._open_window = self._open_window, Window()
-        window.floors = floors
+        # Floors speak of all that was taken in; items that found no room are not stored.
+        window.partial = bool(self.unwritten)
+        if window.partial:
+            window.floors = {owner: (0, seq) for owner, (_, seq) in self._owed_floors.items()}
+        else:
+            window.floors, self._owed_floors = self._owed_floors, {}
         self.dirty = False
+        if self.durability == "fsync":
+            self.window += 1
         return window
 
     def end(self, window: Window) -> None:
-        """The window's sync is over: its results are durable, so its tombstones may be written."""
-        for path in window.unlink:
-            self.descriptors.forget(path)
-            self.files.unlink(path)
-            self.files.remove_empty(path.parent)
-            self.files.remove_empty(path.parent.parent)
-        for segment, places in window.tombstones.values():
-            segment.file.write_tombstones(places)
-        for kept, places in window.freed:
-            kept.file.write_tombstones(places)
+        """The window's sync is over: its results are durable, so its tombstones may be written.
+
+        What finds no room (the first state word in a page takes some) is left to the next window.
+        """
+        for owner, floor in window.floors.items():
+            before = self._floors.get(owner, (0, 0))
+            self._floors[owner] = (max(before[0], floor[0]), max(before[1], floor[1]))
         following = self._open_window
-        self._floors.update(window.floors)
+        try:
+            self._mark(window)
+        except NoSpace:
+            following.absorb(window)
+            return
         if window.retired or window.finished:
             # A file may only go when the catalog says what its entries had shown.
             for owner, (upto, seq) in self._floors.items():
                 self.record(t="floor", i=owner, upto=upto, seq=seq)
             self._floors.clear()
+        for file in (*(s.file for s in window.retired), *(kept.file for kept in window.finished)):
+            if window.partial:
+                self._record_numbers(file)
+            following.unlink.append(file.path)
         for segment in window.retired:
-            self.record(
-                t="retired",
-                nonce=segment.nonce,
-                items=len(segment.states) - segment.dead_items,
-                tokens=segment.tokens - segment.dead_tokens,
-                dead_items=segment.dead_items,
-                dead_tokens=segment.dead_tokens,
-            )
-            following.unlink.append(segment.file.path)
-            self.segment_bytes -= segment.file.flushed - segment.file.header.data_offset
-        following.unlink += [kept.file.path for kept in window.finished]
+            self._record_retired(segment)
+        self._log += [catalogs.pack(fields) for fields in window.later]
         self.syncs += 1
+
+    def _mark(self, window: Window) -> None:
+        """Unlink and mark what is over; what is done is no longer in the window."""
+        while window.unlink:
+            path = window.unlink[-1]
+            self.descriptors.forget(path)
+            self.files.unlink(path)
+            self.files.remove_empty(path.parent)
+            self.files.remove_empty(path.parent.parent)
+            window.unlink.pop()
+        for nonce, (file, places) in list(window.tombstones.items()):
+            file.write_tombstones(places)
+            del window.tombstones[nonce]
+        while window.words:
+            file, place, word = window.words[-1]
+            file.write_tombstones([place], word)
+            window.words.pop()
+        while window.freed:
+            kept, places = window.freed[-1]
+            kept.file.write_tombstones(places)
+            window.freed.pop()
+
+    def _record_retired(self, segment: FileSegment) -> None:
+        counts = segment.counts
+        dead, quarantined = counts.get(DEAD_WORD, (0, 0)), counts.get(QUARANTINED_WORD, (0, 0))
+        self.record(
+            t="retired",
+            nonce=segment.nonce,
+            items=len(segment.states) - sum(items for items, _ in counts.values()),
+            tokens=segment.tokens - sum(tokens for _, tokens in counts.values()),
+            dead_items=dead[0],
+            dead_tokens=dead[1],
+            quarantined_items=quarantined[0],
+            quarantined_tokens=quarantined[1],
+        )
+        self.segment_bytes -= segment.file.flushed - segment.file.header.data_offset
+
+    def _record_numbers(self, file: SegmentFile) -> None:
+        """Keep the numbers of a file that goes before its producers' floors may cover them."""
+        numbers: dict[int, list[int]] = {}
+        for found in file.entries():
+            floor = self.catalog.producers.get(found.owner)
+            if floor is not None and floor.upto < found.number <= NUMBER_MAX:
+                numbers.setdefault(found.owner, []).append(found.number)
+        for owner, above in numbers.items():
+            self.record(t="floor", i=owner, upto=0, seq=0, above=above)
+
+    def seal(self) -> None:
+        """Say that everything is on the device: the broker ends in order. Raises StorageError."""
+        while self.has_work:
+            window = self.begin({})
+            self.sync()
+            self.end(window)
+        self.window += 1
+        self._append_log([catalogs.pack_window(self.window)])
+        self.sync()
 
     def sync(self) -> None:
         """Bring all that is written to the device. Runs in another thread; touches no state."""
@@ -505,4 +472,5 @@ class FileBacking:
     def close(self) -> None:
         """Close every descriptor; the directory may have another broker then."""
         self.descriptors.close()
+        self.files.release()
         self.files.close(self._lock)

@@ -11,7 +11,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import resource
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,32 @@ from zfabric.errors import NoSpace, StorageError
 
 # Descriptors asked for, those without which nothing works, and those that segments use at most.
 DESCRIPTORS_WANTED, DESCRIPTORS_MIN, OPEN_FILES_MAX = 65_536, 64, 4_096
+# Linux before this loses write errors in syncfs(2).
+SYNCFS_REPORTS_SINCE = (5, 8)
 # Pieces of one pwritev: the kernel's limit is 1,024.
 IOV_MAX = 1_024
 
 
+class NoDescriptors(StorageError):
+    """The process or the machine has no more descriptors; close some, or raise the limit."""
+
+
+_KINDS: dict[int, type[StorageError]] = {
+    errno.ENOSPC: NoSpace,
+    errno.EDQUOT: NoSpace,
+    errno.EMFILE: NoDescriptors,
+    errno.ENFILE: NoDescriptors,
+}
+
+
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
+    """Make every error of the system inside a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
-        kind = NoSpace if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise kind(f"{path}: {error.strerror}") from error
+        kind = _KINDS.get(error.errno or 0, StorageError)
+        raise kind(f"{path}: {error.strerror or error}") from error
 
 
 def descriptor_limit() -> int:
@@ -62,12 +79,12 @@ class OsFiles:
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and its parents."""
-        with _named(path):
+        with named(path):
             path.mkdir(parents=True, exist_ok=True)
 
     def open(self, path: Path, *, create: bool = False) -> int:
         """A descriptor for reading and writing."""
-        with _named(path):
+        with named(path):
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
             return os.open(path, flags, 0o600)
 
@@ -75,9 +92,32 @@ class OsFiles:
         """Close a descriptor."""
         os.close(descriptor)
 
+    def file_bytes(self, path: Path) -> int | None:
+        """Bytes of a file, None where it is no plain file."""
+        with named(path):
+            found = path.lstat()
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def find(self, directory: Path, suffix: str) -> list[Path]:
+        """Everything below `directory` whose name ends in `suffix`, sorted; none if it is missing.
+
+        A directory that cannot be read is an error, not an empty one.
+        """
+
+        def fail(error: OSError) -> None:
+            raise error
+
+        found: list[Path] = []
+        with named(directory):
+            if directory.is_dir():
+                for parent, folders, names in os.walk(directory, onerror=fail):
+                    chosen = [name for name in (*folders, *names) if name.endswith(suffix)]
+                    found += [Path(parent) / name for name in chosen]
+        return sorted(found)
+
     def read(self, path: Path, descriptor: int, size: int, offset: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
-        with _named(path):
+        with named(path):
             parts = []
             while size:
                 part = os.pread(descriptor, size, offset)
@@ -90,32 +130,38 @@ class OsFiles:
 
     def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
         """Write all pieces, one behind the other; returns the offset behind them."""
-        with _named(path):
+        with named(path):
             for start in range(0, len(pieces), IOV_MAX):
                 part = pieces[start : start + IOV_MAX]
                 wanted = sum(map(len, part))
-                written = os.pwritev(descriptor, part, offset)
+                written = self._write_some(descriptor, part, offset)
                 if written < wanted:
                     rest = memoryview(b"".join(part))[written:]
                     while rest:
-                        more = os.pwrite(descriptor, rest, offset + wanted - len(rest))
+                        more = self._write_some(descriptor, [rest], offset + wanted - len(rest))
                         rest = rest[more:]
                 offset += wanted
             return offset
 
+    def _write_some(
+        self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int
+    ) -> int:
+        """One system call; it may write less. Returns how much it did."""
+        return os.pwritev(descriptor, pieces, offset)
+
     def truncate(self, path: Path, descriptor: int, size: int) -> None:
         """Cut the file to `size` bytes."""
-        with _named(path):
+        with named(path):
             os.ftruncate(descriptor, size)
 
     def rename(self, old: Path, new: Path) -> None:
         """Move a file within the tree."""
-        with _named(old):
+        with named(old):
             old.rename(new)
 
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is gone is fine."""
-        with _named(path), contextlib.suppress(FileNotFoundError):
+        with named(path), contextlib.suppress(FileNotFoundError):
             path.unlink()
 
     def remove_empty(self, directory: Path) -> None:
@@ -128,7 +174,7 @@ class OsFiles:
 
         syncfs(2) reports write errors since Linux 5.8. Elsewhere every file is synced by itself.
         """
-        with _named(self.root):
+        with named(self.root):
             if self._root_fd is None:
                 self._root_fd = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
             if _syncfs is not None:
@@ -151,29 +197,43 @@ class OsFiles:
 
     def free_bytes(self) -> int:
         """What the file system still has for us."""
-        with _named(self.root):
-            stat = os.statvfs(self.root)
-            return stat.f_bavail * stat.f_frsize
+        with named(self.root):
+            found = os.statvfs(self.root)
+            return found.f_bavail * found.f_frsize
+
+    def release(self) -> None:
+        """Close what is kept open for `sync_all`."""
+        if self._root_fd is not None:
+            os.close(self._root_fd)
+            self._root_fd = None
 
     def lock(self, path: Path) -> int:
         """Take the directory's lock; keep the descriptor. Raises StorageError naming the holder."""
-        with _named(path):
+        with named(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(descriptor)
             raise StorageError(
                 f"{path.parent} is in use by another broker (pid {holder}); stop it first"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise StorageError(f"{path} cannot be locked: {error.strerror}") from error
+        # Only for people to read: a full disk must not keep a broker from starting.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         return descriptor
 
 
 def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return  # unlinked since the directory was read
     try:
         os.fsync(descriptor)
     finally:
@@ -181,6 +241,9 @@ def _sync_path(path: Path) -> None:
 
 
 def _load_syncfs() -> Any:
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if release is None or (int(release[1]), int(release[2])) < SYNCFS_REPORTS_SINCE:
+        return None
     try:
         function = ctypes.CDLL(None, use_errno=True).syncfs
     except (OSError, AttributeError):

@@ -19,6 +19,8 @@ class Stored(NamedTuple):
     status: int
     payload: bytes
     retry_of: int | None
+    # of an item that was refused: its number - the one before it, 0 where that is not known
+    gap: int = 0
 
 
 class Outbox:

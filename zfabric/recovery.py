@@ -1,94 +1,51 @@
 """Recovery: what a data directory says after its broker is gone, clean stop or not.
 
-    lock; read the catalog; read every result; scan every segment; complete what has a result
+    lock; sync; read the catalog, every result, every segment; judge; then change what must change
 
-Decides what is an entry, what is damage and what was never finished; the fabric decides what
-becomes of each item. Evidence is moved to quarantine/, never deleted; an error of the system
-(EIO, EMFILE, ENOSPC) is never taken for damage and stops the start. A directory of a later release
-is left untouched.
+Everything is read and judged before anything is changed, so that an error of the system (EIO,
+EMFILE) or a directory of a later release stops the start and leaves all as it was. What a crash
+tore was never promised and is dropped; what was safe and is damaged is set aside and told of (see
+`segment` for how the two are told apart, `judging` for the rest). Evidence goes to quarantine/;
+nothing is deleted that is not understood. The fabric decides what becomes of each item.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zfabric import catalog as catalogs
-from zfabric.errors import StorageError
+from zfabric.entryfiles import SegmentFile
+from zfabric.errors import NoSpace, StorageError
 from zfabric.files import (
     CATALOG,
     LOCK,
     OUTBOX,
     QUARANTINE,
+    RESERVE,
     SEGMENTS,
     FileBacking,
     ResultFile,
-    SegmentFile,
 )
+from zfabric.judging import FoundProducer, FoundSegment, Judge, Lost, Recovered
 from zfabric.osfiles import OsFiles
-from zfabric.outbox import Stored
-from zfabric.protocol import BROKER_NUMBERS_FROM
+from zfabric.scanning import Scanned, scan_file
 from zfabric.segment import (
     HEADER_BYTES,
+    ITEMS,
     RESULTS,
-    Damage,
-    Entry,
-    Header,
+    STATE_BYTES,
     NewerFormat,
-    decode_word,
-    read_header,
-    scan,
-    words_of,
+    pack_header,
+    word_offset,
 )
-from zfabric.segments import TOMBSTONE
 
-
-@dataclass(slots=True)
-class FoundSegment:
-    """A segment of items as it was found."""
-
-    file: SegmentFile
-    header: Header
-    lengths: array[int]
-    states: bytearray
-    attempts: dict[int, int]
-    target: int
-    live_bytes: int
-    # of each entry: owner and number, for the books of its producer; the gap before it
-    owners: array[int]
-    numbers: array[int]
-    gaps: array[int]
-
-
-@dataclass(slots=True)
-class FoundProducer:
-    """A producer as the catalog, the results and the segments tell of it."""
-
-    index: int
-    name: str
-    upto: int
-    above: set[int] = field(default_factory=set)
-    acked_seq: int = 0
-    results: list[Stored] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Recovered:
-    """Everything that a new process takes over."""
-
-    producers: dict[int, FoundProducer] = field(default_factory=dict)
-    segments: list[FoundSegment] = field(default_factory=list)
-    seconds: float = 0.0
-    bytes_read: int = 0
-    entries: int = 0
-    completed_by_result: int = 0
-    torn_bytes: int = 0
-    damaged: list[Damage] = field(default_factory=list)
-    quarantined_files: list[str] = field(default_factory=list)
+__all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "open_backing"]
 
 
 def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacking, Recovered]:
@@ -100,252 +57,246 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
     started = time.monotonic()
     files.make_directory(root)
     lock = files.lock(root / LOCK)
+    backing: FileBacking | None = None
     try:
-        known = _read_catalog(files, root)
+        # What a killed broker wrote may rest in memory only; nothing is concluded from that.
+        files.sync_all()
+        recovery = _Recovery(root, files)
+        known = recovery.read_catalog()
+        backing = FileBacking(files, durability, known, lock)
+        recovery.read_files(backing)
+        recovery.judge(backing)
+        recovery.change(backing)
     except BaseException:
-        files.close(lock)
+        if backing is not None:
+            backing.close()
+        else:
+            files.release()
+            files.close(lock)
         raise
-    backing = FileBacking(files, durability, known, lock)
-    scanner = _Scanner(backing, Recovered())
-    scanner.read_results()
-    scanner.read_segments()
-    scanner.settle_numbers()
-    backing.rewrite_catalog(segment.header.nonce for segment in scanner.found.segments)
-    files.sync_all()
-    scanner.found.seconds = time.monotonic() - started
-    return backing, scanner.found
+    recovery.found.seconds = time.monotonic() - started
+    return backing, recovery.found
 
 
-def _read_catalog(files: OsFiles, root: Path) -> catalogs.Catalog:
-    path = root / CATALOG
-    if not path.exists():
-        if any((root / SEGMENTS).rglob("*.seg")):
-            raise StorageError(f"{path} is missing beside segments; restore it from a copy")
-        return catalogs.Catalog(store_id=secrets.randbits(64))
-    descriptor = files.open(path)
-    try:
-        data = files.read(path, descriptor, path.stat().st_size, 0)
-    finally:
-        files.close(descriptor)
-    try:
-        known, _ = catalogs.read(data)
-    except NewerFormat as error:
-        raise NewerFormat(f"{root}: {error}") from None
-    if not known.store_id:
-        raise StorageError(f"{path} does not begin with its store record; restore it from a copy")
-    return known
+class _Recovery:
+    """One start: read, judge, change."""
 
+    def __init__(self, root: Path, files: OsFiles) -> None:
+        self._root = root
+        self._files = files
+        self.found = Recovered()
+        self._results: list[Scanned] = []
+        self._items: list[Scanned] = []
+        # what is to be done once everything is judged, and its evidence before that
+        self._evidence: list[tuple[Path, int, int]] = []
+        self._changes: deque[Callable[[], None]] = deque()
 
-class _Scanner:
-    """Reads files into `found`; complains in quarantine/."""
+    # -- reading ------------------------------------------------------------------------------
 
-    def __init__(self, backing: FileBacking, found: Recovered) -> None:
-        self._backing = backing
-        self._files = backing.files
-        self.found = found
-        self._answered: set[tuple[int, int]] = set()
-        for index, floor in backing.catalog.producers.items():
-            found.producers[index] = FoundProducer(index, floor.name, floor.upto)
-
-    # -- files --------------------------------------------------------------------------------
-
-    def _load(self, path: Path) -> tuple[Header, bytes] | None:
-        """(header, whole file), None where the file was set aside."""
-        descriptor = self._backing.descriptors.get(path)
-        data = self._files.read(path, descriptor, path.stat().st_size, 0)
-        self.found.bytes_read += len(data)
-        if not any(data[:HEADER_BYTES]):
-            # Never synced: created, and nothing of it reached the device.
-            self._set_aside(path, "empty")
-            return None
+    def read_catalog(self) -> catalogs.Catalog:
+        """The catalog; an empty one for a new directory."""
+        path = self._root / CATALOG
+        if not path.exists():
+            for part in (SEGMENTS, OUTBOX):
+                if self._files.find(self._root / part, ".seg"):
+                    raise StorageError(f"{path} is missing beside {part}; restore it from a copy")
+            return catalogs.Catalog(store_id=secrets.randbits(64))
+        data = self._read(path)
         try:
-            header = read_header(data[:HEADER_BYTES])
+            known, end = catalogs.read(data)
         except NewerFormat as error:
-            raise NewerFormat(f"{path}: {error}") from None
+            raise NewerFormat(f"{self._root}: {error}") from None
         except StorageError as error:
-            self._set_aside(path, str(error))
-            self.found.quarantined_files.append(f"{path.name}: {error}")
-            return None
-        return header, data
+            raise StorageError(f"{path} is {error}; restore it from a copy") from None
+        if not known.store_id:
+            raise StorageError(f"{path} does not begin with its store record; restore it")
+        if end < len(data):
+            self.found.torn_bytes += len(data) - end
+            self._evidence.append((path, end, len(data)))
+        return known
 
-    def _set_aside(self, path: Path, reason: str) -> None:
-        quarantine = self._backing.root / QUARANTINE
-        self._files.make_directory(quarantine)
-        self._backing.descriptors.forget(path)
-        self._files.rename(path, quarantine / f"{path.name}.{secrets.token_hex(4)}")
-
-    def _keep_copy(self, path: Path, offset: int, data: bytes) -> None:
-        quarantine = self._backing.root / QUARANTINE
-        self._files.make_directory(quarantine)
-        copy = quarantine / f"{path.name}.{offset}.{secrets.token_hex(4)}"
-        descriptor = self._files.open(copy, create=True)
+    def _read(self, path: Path) -> bytes:
+        size = self._files.file_bytes(path)
+        if size is None:
+            raise StorageError(f"{path} is not a plain file")
+        descriptor = self._files.open(path)
         try:
-            self._files.write(copy, descriptor, [data], 0)
+            return self._files.read(path, descriptor, size, 0)
         finally:
             self._files.close(descriptor)
 
-    def _entries(self, path: Path, header: Header, data: bytes) -> tuple[list[Entry], int]:
-        """(whole entries, where the last of them ends); damage is set aside, a torn end cut off."""
-        entries: list[Entry] = []
-        end = header.data_offset
-        for found in scan(header, data[header.data_offset :]):
-            if isinstance(found, Damage):
-                self.found.damaged.append(found)
-                self._keep_copy(path, found.offset, data[found.offset : found.end])
-            else:
-                entries.append(found)
-                end = found.end
-        if len(data) > end:
-            self.found.torn_bytes += len(data) - end
-            if any(data[end:]):
-                self._keep_copy(path, end, data[end:])
-            self._files.truncate(path, self._backing.descriptors.get(path), end)
-        self.found.entries += len(entries)
-        return entries, end
+    def read_files(self, backing: FileBacking) -> None:
+        """Every file of results and of items. Raises NewerFormat for one of a later release."""
+        for part, kind, into in (
+            (OUTBOX, RESULTS, self._results),
+            (SEGMENTS, ITEMS, self._items),
+        ):
+            for path in self._files.find(self._root / part, ".seg"):
+                if _nonce_of(path) in backing.catalog.retired:
+                    self._changes.append(partial(self._files.unlink, path))
+                    continue
+                if self._files.file_bytes(path) is None:
+                    self._set_aside(path, "not a plain file")
+                    continue
+                data = self._read(path)
+                self.found.bytes_read += len(data)
+                try:
+                    into.append(scan_file(path, kind, data, backing.path_of))
+                except NewerFormat:
+                    raise
+                except StorageError as error:
+                    self._set_aside(path, str(error))
 
-    def _file_of(
-        self, path: Path, header: Header, entries: list[Entry], end: int
-    ) -> tuple[SegmentFile, int]:
-        """(the file, ready to be appended to, how many places it has)."""
-        file = SegmentFile(self._backing, path, header)
-        places = max((entry.place + 1 for entry in entries), default=0)
-        file.offsets.extend(bytes(places))
-        file.sizes.extend(bytes(places))
-        for entry in entries:
-            file.offsets[entry.place] = (entry.offset - header.data_offset) // 8
-            file.sizes[entry.place] = entry.size
-        file.tail = file.flushed = max(end, header.data_offset)
-        return file, places
+    # -- judging ------------------------------------------------------------------------------
 
-    # -- results ------------------------------------------------------------------------------
+    def judge(self, backing: FileBacking) -> None:
+        """What is so, and what must change for that. Nothing is written."""
+        known = backing.catalog
+        scanned = [*self._results, *self._items]
+        newest = max((max(file.windows, default=0) for file in scanned), default=0)
+        # A window is begun when the last but one is safe; the catalog's when the last one is.
+        safe = max(newest - 2, known.window - 1)
+        backing.window = max(newest, known.window) + 1
 
-    def read_results(self) -> None:
-        """Every result that its producer has not acknowledged."""
-        for path in sorted((self._backing.root / OUTBOX).rglob("*.seg")):
-            loaded = self._load(path)
-            if loaded is None:
-                continue
-            header, data = loaded
-            if header.kind != RESULTS or header.lane not in self.found.producers:
-                self._set_aside(path, "of a producer that is not known")
-                continue
-            self._read_result_file(path, header, data)
-        for producer in self.found.producers.values():
-            files = self._backing.results.get(producer.index)
-            if files:
-                ordered = sorted(files, key=lambda kept: kept.first_seq)
-                self._backing.results[producer.index] = deque(ordered)
+        def file_of(file: Scanned) -> SegmentFile:
+            return SegmentFile(backing, file.path, file.header, file.offsets, file.sizes, file.end)
 
-    def _read_result_file(self, path: Path, header: Header, data: bytes) -> None:
-        entries, end = self._entries(path, header, data)
-        words, _ = words_of(data[HEADER_BYTES : header.data_offset])
-        producer = self.found.producers[header.lane]
-        floor = self._backing.catalog.producers[header.lane]
-        file, places = self._file_of(path, header, entries, end)
-        if not entries:
-            self._set_aside(path, "no results")
-            return
-        first = entries[0].when_us - entries[0].place
-        kept = ResultFile(file, first, freed=places)
-        for entry in entries:
-            floor.seq = max(floor.seq, entry.when_us)
-            if decode_word(words[entry.place])[0]:
-                continue
-            kept.freed = min(kept.freed, entry.place)
-            start = entry.offset + 56
-            payload = data[start : start + entry.size]
-            retry = entry.target | entry.gap << 32
-            stored = Stored(entry.number, entry.tag, payload, retry or None)
-            producer.results.append(stored)
-            self._answered.add((header.lane, entry.number))
-        self._backing.results.setdefault(header.lane, deque()).append(kept)
-
-    # -- segments -----------------------------------------------------------------------------
-
-    def read_segments(self) -> None:
-        """Every segment of items; what has a result is completed."""
-        for path in sorted((self._backing.root / SEGMENTS).rglob("*.seg")):
-            loaded = self._load(path)
-            if loaded is None:
-                continue
-            header, data = loaded
-            if header.nonce in self._backing.catalog.retired:
-                self._backing.descriptors.forget(path)
-                self._files.unlink(path)
-                continue
-            if f"{header.nonce:016x}" != path.stem or path.parent.name != str(header.lane):
-                self._set_aside(path, "its header does not fit its path")
-                self.found.quarantined_files.append(
-                    f"{path.name}: its header does not fit its path"
-                )
-                continue
-            segment = self._read_segment(path, header, data)
+        judge = Judge(known, safe, self.found, file_of)
+        by_owner: dict[int, list[Scanned]] = {owner: [] for owner in known.producers}
+        for file in self._results:
+            by_owner.setdefault(file.header.lane, []).append(file)
+        for owner, files in by_owner.items():
+            runs = [
+                ResultFile(file_of(file), first, freed)
+                for file, first, freed in judge.results(owner, files)
+            ]
+            if runs:
+                backing.results[owner] = deque(runs)
+        for file in self._items:
+            segment = judge.segment(file)
             if segment is not None:
                 self.found.segments.append(segment)
+        judge.settle()
         self.found.segments.sort(key=lambda segment: segment.header.created_s)
+        for file in scanned:
+            self.found.entries += sum(map(bool, file.numbers))
+            self._plan(file, file_of(file))
 
-    def _read_segment(self, path: Path, header: Header, data: bytes) -> FoundSegment | None:
-        entries, end = self._entries(path, header, data)
-        words, attempts = words_of(data[HEADER_BYTES : header.data_offset])
-        file, places = self._file_of(path, header, entries, end)
-        if not places:
-            self._set_aside(path, "no entries")
-            return None
-        found = FoundSegment(
-            file,
-            header,
-            array("I", bytes(4 * places)),
-            bytearray([TOMBSTONE]) * places,
-            {},
-            0,
-            0,
-            array("I", bytes(4 * places)),
-            array("Q", bytes(8 * places)),
-            array("I", bytes(4 * places)),
-        )
-        answered = []
-        for entry in entries:
-            place = entry.place
-            found.lengths[place] = entry.length
-            found.owners[place] = entry.owner
-            found.numbers[place] = entry.number
-            found.gaps[place] = entry.gap
-            found.target = max(found.target, entry.target, entry.length)
-            if decode_word(words[place])[0]:
-                continue
-            if (entry.owner, entry.number) in self._answered:
-                answered.append(place)
-                continue
-            found.states[place] = 0
-            found.live_bytes += entry.size
-            if attempts[place]:
-                found.attempts[place] = attempts[place]
-        if answered:
-            self.found.completed_by_result += len(answered)
-            file.write_tombstones(answered)
-        return found
+    def _plan(self, file: Scanned, entries: SegmentFile) -> None:
+        """What is to be done to one file."""
+        if file.set_aside and not file.places and file.size == HEADER_BYTES:
+            file.set_aside, file.remove = False, True
+        if file.set_aside:
+            if not file.places and file.size <= file.header.data_offset:
+                self._set_aside(file.path, "no entries")
+            else:
+                self._set_aside(file.path, None)
+            return
+        if file.remove:
+            self._changes.append(partial(self._files.unlink, file.path))
+            return
+        self._evidence += [(file.path, start, end) for start, end in file.evidence]
+        if file.size > file.end:
+            self._changes.append(partial(self._truncate, file))
+        used = [place for place in file.healed if place not in file.marks and place < file.places]
+        for place in used:
+            write = partial(entries.write_word, place, file.words[place], file.attempts[place])
+            self._changes.append(write)
+        words: dict[int, list[int]] = {}
+        for place, word in file.marks.items():
+            words.setdefault(word, []).append(place)
+        for word, places in words.items():
+            self._changes.append(partial(entries.write_tombstones, places, word))
+        if any(file.words[file.places :]) or any(file.attempts[file.places :]):
+            self._changes.append(partial(self._clear_words, file))
+        if file.header_damaged:
+            self._changes.append(partial(self._write, file, [pack_header(file.header)], 0))
+        self.found.healed += len(file.healed) + file.header_damaged
 
-    def settle_numbers(self) -> None:
-        """How far each producer's numbers are accepted without a hole, and which lie above."""
-        seen: dict[int, dict[int, int]] = {}
-        for segment in self.found.segments:
-            for owner, number, gap in zip(
-                segment.owners, segment.numbers, segment.gaps, strict=True
-            ):
-                if 0 < number < BROKER_NUMBERS_FROM:
-                    seen.setdefault(owner, {})[number] = gap
-        for index, producer in self.found.producers.items():
-            for result in producer.results:
-                # A number that was refused for good has a result and no entry.
-                if result.number < BROKER_NUMBERS_FROM:
-                    seen.setdefault(index, {}).setdefault(result.number, 1)
-            for number in sorted(seen.get(index, {})):
-                if number <= producer.upto:
-                    continue
-                if number - seen[index][number] <= producer.upto and not producer.above:
-                    producer.upto = number
-                else:
-                    producer.above.add(number)
-            floor = self._backing.catalog.producers[index]
-            floor.upto = producer.upto
-            producer.acked_seq = floor.seq - len(producer.results)
+    # -- changing -----------------------------------------------------------------------------
+
+    def change(self, backing: FileBacking) -> None:
+        """Keep the evidence, then do all that was planned, then write the catalog anew.
+
+        Raises NoSpace where not even the reserve is enough.
+        """
+        backing.reserved = (self._root / RESERVE).exists()
+        try:
+            self._change(backing)
+        except NoSpace:
+            if not backing.reserved:
+                raise
+            self._files.unlink(self._root / RESERVE)
+            backing.reserved = False
+            self._change(backing)
+
+    def _change(self, backing: FileBacking) -> None:
+        while self._evidence:
+            self._keep_copy(*self._evidence[-1])
+            self._evidence.pop()
+        while self._changes:
+            self._changes[0]()
+            self._changes.popleft()
+        backing.rewrite_catalog(segment.header.nonce for segment in self.found.segments)
+
+    def _set_aside(self, path: Path, reason: str | None) -> None:
+        """Plan to move a file to quarantine/; with a reason, it is reported."""
+        if reason is not None:
+            self.found.quarantined_files.append(f"{path.relative_to(self._root)}: {reason}")
+        else:
+            self.found.torn_bytes += self._files.file_bytes(path) or 0
+
+        def move() -> None:
+            self._files.make_directory(self._root / QUARANTINE)
+            self._files.rename(
+                path, self._root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
+            )
+
+        self._changes.append(move)
+
+    def _keep_copy(self, path: Path, start: int, end: int) -> None:
+        """Copy bytes of a file to quarantine/, but for zeros, which say nothing."""
+        descriptor = self._files.open(path)
+        try:
+            data = self._files.read(path, descriptor, end - start, start)
+        finally:
+            self._files.close(descriptor)
+        if not any(data):
+            return
+        self._files.make_directory(self._root / QUARANTINE)
+        copy = self._root / QUARANTINE / f"{path.name}.{start}.{secrets.token_hex(4)}"
+        descriptor = self._files.open(copy, create=True)
+        try:
+            self._files.write(copy, descriptor, [data], 0)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self._files.unlink(copy)
+            raise
+        finally:
+            self._files.close(descriptor)
+
+    def _truncate(self, file: Scanned) -> None:
+        descriptor = self._files.open(file.path)
+        try:
+            self._files.truncate(file.path, descriptor, file.end)
+        finally:
+            self._files.close(descriptor)
+
+    def _write(self, file: Scanned, pieces: list[bytes], offset: int) -> None:
+        descriptor = self._files.open(file.path)
+        try:
+            self._files.write(file.path, descriptor, pieces, offset)
+        finally:
+            self._files.close(descriptor)
+
+    def _clear_words(self, file: Scanned) -> None:
+        """Places that entries will have yet begin live and without attempts."""
+        rest = len(file.words) - file.places
+        self._write(file, [bytes(STATE_BYTES * rest)], word_offset(file.places))
+
+
+def _nonce_of(path: Path) -> int | None:
+    try:
+        return int(path.stem, 16)
+    except ValueError:
+        return None

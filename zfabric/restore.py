@@ -6,13 +6,18 @@ its number with the results that it has not acknowledged. Times are seconds on t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zfabric.errors import InvariantError
 from zfabric.fabric import Fabric
 from zfabric.files import FileBacking, FileSegment
 from zfabric.groups import DeadRecord
+from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer
-from zfabric.recovery import FoundProducer, FoundSegment, Recovered
+from zfabric.protocol import Status
+from zfabric.recovery import FoundProducer, FoundSegment, Lost, Recovered
+from zfabric.segment import DEAD_WORD, QUARANTINED_WORD, TOMBSTONE_WORD
 from zfabric.segments import LIVE
 from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, LaneQueue
@@ -29,12 +34,15 @@ class _Lane:
 
 def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) -> None:
     """Enter `found` into an empty fabric whose store rests on `backing`."""
+    known = backing.catalog
+    fabric.restored(known.next_producer, known.next_dead, known.retries)
     for producer in found.producers.values():
         _restore_producer(fabric, producer, now)
     lanes: dict[tuple[str, int, int], _Lane] = {}
     for segment in found.segments:
+        _count_over(fabric, segment.counts)
         if LIVE not in segment.states:
-            _retire(fabric, backing, segment)
+            _retire(backing, segment)
             continue
         header = segment.header
         shape = Shape(header.model, header.components, header.tokens)
@@ -42,20 +50,21 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
         lanes.setdefault(key, _Lane(shape, header.lane)).segments.append(segment)
     for lane in lanes.values():
         _restore_lane(fabric, backing, lane, now)
-    known = backing.catalog
-    fabric.flow.accept(known.ended_items + known.dead_items, known.ended_tokens + known.dead_tokens)
-    fabric.flow.complete(known.ended_items, known.ended_tokens)
-    fabric.flow.bury(known.dead_items, known.dead_tokens)
+    ended = {
+        TOMBSTONE_WORD: (known.ended_items, known.ended_tokens),
+        DEAD_WORD: (known.dead_items, known.dead_tokens),
+        QUARANTINED_WORD: (known.quarantined_items, known.quarantined_tokens),
+    }
+    _count_over(fabric, ended)
     for record in known.dead.values():
         dead = DeadRecord.of(record, backing.wall_offset_s)
         fabric.dead[dead.id] = dead
         fabric.dead_bytes += len(dead.payload)
-    fabric.restored(known.next_producer, known.next_dead, known.retries)
+    for lost in found.quarantined:
+        _tell(fabric, backing, lost, now)
 
 
 def _restore_producer(fabric: Fabric, found: FoundProducer, now: float) -> None:
-    while len(fabric.producers) <= found.index:
-        fabric.producers.append(None)
     producer = Producer(found.index, found.name, now, last_seen_s=now)
     producer.upto, producer.above = found.upto, found.above
     producer.outbox.acked = producer.outbox.sent = found.acked_seq
@@ -67,22 +76,40 @@ def _restore_producer(fabric: Fabric, found: FoundProducer, now: float) -> None:
     fabric.producer_index[found.name] = found.index
 
 
-def _count_over(fabric: Fabric, segment: FoundSegment) -> None:
-    """Items of a segment that were over before the restart: accepted once, completed once."""
-    over = [
-        length
-        for length, state, number in zip(
-            segment.lengths, segment.states, segment.numbers, strict=True
-        )
-        if state != LIVE and number
-    ]
-    fabric.flow.accept(len(over), sum(over))
-    fabric.flow.complete(len(over), sum(over))
+def _count_over(fabric: Fabric, counts: Mapping[int, tuple[int, int]]) -> None:
+    """Items that were over before the restart: accepted once, ended once."""
+    for word, end in (
+        (TOMBSTONE_WORD, fabric.flow.complete),
+        (DEAD_WORD, fabric.flow.bury),
+        (QUARANTINED_WORD, fabric.flow.quarantine),
+    ):
+        items, tokens = counts.get(word, (0, 0))
+        fabric.flow.accept(items, tokens)
+        end(items, tokens)
 
 
-def _retire(fabric: Fabric, backing: FileBacking, segment: FoundSegment) -> None:
-    queue = LaneQueue(Shape(segment.header.model), 0, 0, segment.header.lane, mixed=False)
-    _count_over(fabric, segment)
+def _tell(fabric: Fabric, backing: FileBacking, lost: Lost, now: float) -> None:
+    """Tell a producer of an item that was lost; the item is over when that is durable."""
+    producer = fabric.producers[lost.owner]
+    if producer is None:
+        raise InvariantError(f"item {lost.number} of producer {lost.owner}, which is gone, is lost")
+    text = f"the item was damaged on disk: {lost.reason}"
+    retry_of = fabric.retries.pop(lost.number, None)
+    payload = error_payload("quarantined", text)
+    producer.outstanding += 1
+    fabric.post(producer, Stored(lost.number, Status.QUARANTINED, payload, retry_of, lost.gap))
+    fabric.event(
+        "item_quarantined", f"{producer.name} #{lost.number}: {text}", now, producer=producer.name
+    )
+    if lost.file is not None:
+        backing.owe_word(lost.file, lost.place, QUARANTINED_WORD)
+    else:
+        _count_over(fabric, {QUARANTINED_WORD: (1, 0)})
+
+
+def _retire(backing: FileBacking, segment: FoundSegment) -> None:
+    header = segment.header
+    queue = LaneQueue(Shape(header.model), header.signature, 0, header.lane, mixed=False)
     backing.owe_retirement(_file_segment(0, queue, backing, segment))
 
 
@@ -93,6 +120,7 @@ def _file_segment(
     segment.lengths = found.lengths
     segment.states = found.states
     segment.tokens = sum(found.lengths)
+    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD}
     backing.segment_bytes += found.file.flushed - found.header.data_offset
     return segment
 
@@ -106,9 +134,11 @@ def _restore_lane(fabric: Fabric, backing: FileBacking, lane: _Lane, now: float)
             return _file_segment(slot, queue, backing, found)
 
         slot = fabric.store.adopt(queue, make, found.live_bytes)
-        _count_over(fabric, found)
         for place, attempts in found.attempts.items():
-            fabric.store.attempts[slot << ENTRY_BITS | place] = attempts
+            # One that died at the limit, or a damaged count: the next failure is its last.
+            sane = min(attempts, fabric.config.attempts_max - 1)
+            if sane:
+                fabric.store.attempts[slot << ENTRY_BITS | place] = sane
         for place, state in enumerate(found.states):
             if state == LIVE:
                 producer = fabric.producers[found.owners[place]]

@@ -6,21 +6,22 @@
 
 All integers are little-endian. A header copy is `ZFSEGMNT`, format u32, size u32, then `size` bytes
 of msgpack (nonce, kind, model, signature, lane, components, tokens, capacity, created), then the
-CRC-32 of all that. An entry is 56 bytes and its payload, padded with zeros to 8:
+CRC-32 of all that. An entry is 64 bytes and its payload, padded with zeros to 8:
 
     magic u32 · length u32 (tokens) · size u32 (payload bytes) · owner u32 (producer)
-    number u64 · when u64 (microseconds, wall clock) · target u32 · tag u32
-    gap u32 (number - the number that went before it) · index u32 (of the entry in its file)
-    header CRC u32 (of the 48 bytes before, seeded with nonce and offset) · payload CRC u32
+    number u64 · gap u64 (number - the number that went before it; 0 is not known)
+    when u64 (microseconds, wall clock) · window u64 (the commit window that it was written in)
+    target u32 · index u16 (of the entry in its file) · tag u8 · 0 u8
+    header CRC u32 (of the 56 bytes before, seeded with nonce and offset) · payload CRC u32
 
 The state words lie apart from the entries: a batch of tombstones in a row is then one write of a
 few bytes into one page, where words beside the entries would dirty every page of the batch. A word
-of 0 is live: it has never been written. A tombstone differs from it in 16 bits; a damaged word is
-whichever is within 4 bits, else live. CRCs leave state words out.
+of 0 is live: it has never been written. Any two of the others differ in 16 bits or more; a damaged
+word is the one within 4 bits, else live. CRCs leave state words out.
 
-A file grows only at its end. What is behind the last whole entry after a crash was never synced,
-never acknowledged, and is cut off; an entry that is damaged with whole ones behind it is set aside
-and the scan goes on at the next magic. This module is the only one that knows the layout.
+The window tells a write that a crash tore from damage to what was safe: a window is begun when the
+last but one is on the device, so an entry of window n vouches for every entry of n - 2. This module
+is the only one that knows the layout.
 """
 
 from __future__ import annotations
@@ -43,17 +44,22 @@ HEADER_BYTES = 2 * HEADER_COPY_BYTES
 STATE_BYTES = 8
 # Entries of one file: its state words fill 32 KiB, and one live item pins no more than this many.
 CAPACITY = 4_096
+# An entry's index has 16 bits.
+CAPACITY_MAX = 65_536
 ITEMS, RESULTS = "items", "results"
 
 _PREFIX = struct.Struct("<8sII")
-ENTRY = struct.Struct("<IIIIQQIIII")
+ENTRY = struct.Struct("<IIIIQQQQIHBB")
 _CRCS = struct.Struct("<II")
 ENTRY_HEADER_BYTES = ENTRY.size + _CRCS.size
 ENTRY_MAGIC = 0x5AE17B0D
 _MAGIC_BYTES = struct.pack("<I", ENTRY_MAGIC)
 _SEED = struct.Struct("<QQ")
 
-LIVE_WORD, TOMBSTONE_WORD = 0x0000_0000, 0xF0F0_F0F0
+# Live; completed; given up; damaged and told to its producer; never accepted.
+LIVE_WORD, TOMBSTONE_WORD, DEAD_WORD = 0x0000_0000, 0xF0F0_F0F0, 0x0FF0_0FF0
+QUARANTINED_WORD, VOID_WORD = 0x00FF_FF00, 0xFF00_FF00
+WORDS = (LIVE_WORD, TOMBSTONE_WORD, DEAD_WORD, QUARANTINED_WORD, VOID_WORD)
 # A word this many bits from a constant is taken for it: single and double flips heal.
 HEAL_BITS = 4
 ALIGN = 8
@@ -87,11 +93,12 @@ class Entry(NamedTuple):
     size: int
     owner: int
     number: int
-    when_us: int
-    target: int
-    tag: int
     gap: int
+    when_us: int
+    window: int
+    target: int
     place: int
+    tag: int
 
     @property
     def end(self) -> int:
@@ -100,13 +107,22 @@ class Entry(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Bytes that are no entry, with whole entries behind them. `number` where it can be read."""
+    """Bytes that are no whole entry. `entry` is what its header says, where that can be read."""
 
     offset: int
     end: int
     reason: str
-    owner: int | None
-    number: int | None
+    entry: Entry | None
+
+    @property
+    def owner(self) -> int | None:
+        """Whose it was."""
+        return self.entry.owner if self.entry else None
+
+    @property
+    def number(self) -> int | None:
+        """Its producer's number."""
+        return self.entry.number if self.entry else None
 
 
 def aligned(size: int) -> int:
@@ -170,11 +186,15 @@ def _read_copy(block: bytes) -> Header:
         raise StorageError("its checksum is wrong")
     if version > FORMAT:
         raise NewerFormat(f"format {version}; this release reads up to {FORMAT}")
-    return _header(msgpack.unpackb(block[_PREFIX.size : end]))
+    try:
+        header = _header(msgpack.unpackb(block[_PREFIX.size : end]))
+    except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        raise StorageError(f"its fields make no sense: {error!r}") from None
+    return header
 
 
 def _header(fields: dict[str, Any]) -> Header:
-    return Header(
+    header = Header(
         nonce=fields["nonce"],
         kind=fields["kind"],
         model=fields["model"],
@@ -185,6 +205,16 @@ def _header(fields: dict[str, Any]) -> Header:
         capacity=fields["capacity"],
         created_s=fields["created"],
     )
+    words = (header.nonce, header.signature, *header.components)
+    if not all(type(word) is int and 0 <= word < 2**64 for word in words):
+        raise ValueError("a word out of range")
+    if type(header.capacity) is not int or not 1 <= header.capacity <= CAPACITY_MAX:
+        raise ValueError("capacity out of range")
+    if type(header.lane) is not int or not 0 <= header.lane < 2**32:
+        raise ValueError("lane out of range")
+    if type(header.model) is not str or header.kind not in (ITEMS, RESULTS):
+        raise ValueError("neither items nor results")
+    return header
 
 
 class Column(NamedTuple):
@@ -193,10 +223,11 @@ class Column(NamedTuple):
     lengths: Sequence[int]
     owner: int
     numbers: Sequence[int]
+    gaps: Sequence[int]
     when_us: int
+    window: int
     targets: Sequence[int]
     tags: Sequence[int]
-    gaps: Sequence[int]
     payloads: Sequence[bytes]
 
 
@@ -209,18 +240,21 @@ def pack_entries(
     """
     pieces: list[bytes] = []
     offsets: list[int] = []
-    pack, crc32, owner, when = ENTRY.pack, zlib.crc32, column.owner, column.when_us
-    for length, number, target, tag, gap, payload in zip(
+    pack, crc32, owner = ENTRY.pack, zlib.crc32, column.owner
+    when, window = column.when_us, column.window
+    for length, number, gap, target, tag, payload in zip(
         column.lengths,
         column.numbers,
+        column.gaps,
         column.targets,
         column.tags,
-        column.gaps,
         column.payloads,
         strict=True,
     ):
         size = len(payload)
-        head = pack(ENTRY_MAGIC, length, size, owner, number, when, target, tag, gap, index)
+        head = pack(
+            ENTRY_MAGIC, length, size, owner, number, gap, when, window, target, index, tag, 0
+        )
         index += 1
         seed = crc32(_SEED.pack(nonce, offset))
         crcs = _CRCS.pack(crc32(head, seed), crc32(payload, seed))
@@ -231,7 +265,7 @@ def pack_entries(
     return pieces, offsets, offset
 
 
-def read_entry(nonce: int, offset: int, block: bytes, *, start: int = 0) -> Entry:
+def read_entry(nonce: int, offset: int, block: bytes | bytearray, *, start: int = 0) -> Entry:
     """The entry whose bytes begin at `start` of `block` and at `offset` of its file.
 
     Raises StorageError where its header is damaged; the payload is not looked at.
@@ -245,7 +279,7 @@ def read_entry(nonce: int, offset: int, block: bytes, *, start: int = 0) -> Entr
     seed = zlib.crc32(_SEED.pack(nonce, offset))
     if header_crc != zlib.crc32(block[start : start + ENTRY.size], seed):
         raise StorageError("its header's checksum is wrong")
-    return Entry(offset, *fields[1:])
+    return Entry(offset, *fields[1:-1])
 
 
 def payload_of(nonce: int, entry: Entry, block: bytes, *, start: int = 0) -> bytes:
@@ -263,49 +297,73 @@ def payload_of(nonce: int, entry: Entry, block: bytes, *, start: int = 0) -> byt
 def scan(header: Header, data: bytes, *, payloads: bool = True) -> Iterator[Entry | Damage]:
     """Every entry of a file's data part (`data` begins at `header.data_offset`), and every damage.
 
-    Ends at the last whole entry; whatever is behind that is a torn tail (see `tail_of`).
+    Damage behind the last entry may be a torn end: only who knows the windows can tell.
     """
     base, nonce = header.data_offset, header.nonce
     position = 0
-    bad_from: int | None = None
-    reason = ""
     while position < len(data):
         try:
             entry = read_entry(nonce, base + position, data, start=position)
             if payloads:
                 payload_of(nonce, entry, data, start=position)
+            if entry.place >= header.capacity:
+                raise StorageError("its index is impossible")
         except StorageError as error:
-            if bad_from is None:
-                bad_from, reason = position, str(error)
-            following = data.find(_MAGIC_BYTES, position + 1)
-            while following >= 0 and following % ALIGN:
-                following = data.find(_MAGIC_BYTES, following + 1)
-            if following < 0:
-                return
-            position = following
+            damage = _damage(header, data, position, str(error))
+            yield damage
+            position = damage.end - base
             continue
-        if bad_from is not None:
-            yield _damage(header, data, bad_from, position, reason)
-            bad_from = None
         yield entry
         position = entry.end - base
 
 
-def _damage(header: Header, data: bytes, start: int, end: int, reason: str) -> Damage:
-    """What is known of bad bytes: the number, where the entry's own header is whole."""
-    base = header.data_offset
+def _damage(header: Header, data: bytes, start: int, reason: str) -> Damage:
+    """The damage at `start` of `data`, up to where something can be read again."""
+    base, nonce = header.data_offset, header.nonce
+    known = _header_at(nonce, base + start, data, start) or _mended(
+        nonce, base + start, data, start
+    )
+    if known is not None and known.place < header.capacity:
+        return Damage(base + start, min(known.end, base + len(data)), reason, known)
+    end = data.find(_MAGIC_BYTES, start + 1)
+    while end >= 0 and (end % ALIGN or _header_at(nonce, base + end, data, end) is None):
+        end = data.find(_MAGIC_BYTES, end + 1)
+    return Damage(base + start, base + (end if end >= 0 else len(data)), reason, None)
+
+
+def _header_at(nonce: int, offset: int, block: bytes | bytearray, start: int) -> Entry | None:
     try:
-        entry = read_entry(header.nonce, base + start, data, start=start)
+        return read_entry(nonce, offset, block, start=start)
     except StorageError:
-        return Damage(base + start, base + end, reason, None, None)
-    return Damage(base + start, base + end, reason, entry.owner, entry.number)
+        return None
 
 
-def decode_word(word: int) -> tuple[bool, bool]:
-    """(whether a state word is a tombstone, whether it was damaged)."""
-    if word in (LIVE_WORD, TOMBSTONE_WORD):
-        return word == TOMBSTONE_WORD, False
-    return (word ^ TOMBSTONE_WORD).bit_count() <= HEAL_BITS, True
+def _mended(nonce: int, offset: int, data: bytes, start: int) -> Entry | None:
+    """What an entry's header said before one of its bits was flipped, if that is what happened.
+
+    So few bytes under a CRC-32 differ in five bits or more, so there is one answer or none.
+    """
+    block = data[start : start + ENTRY_HEADER_BYTES]
+    if not any(block):
+        return None
+    trial = bytearray(block)
+    for bit in range(8 * (len(block) - _CRCS.size // 2)):
+        trial[bit >> 3] ^= 1 << (bit & 7)
+        entry = _header_at(nonce, offset, trial, 0)
+        if entry is not None:
+            return entry
+        trial[bit >> 3] ^= 1 << (bit & 7)
+    return None
+
+
+def decode_word(word: int) -> tuple[int, bool]:
+    """(the constant of WORDS that a state word is, whether it was damaged)."""
+    if word in WORDS:
+        return word, False
+    for constant in WORDS:
+        if (word ^ constant).bit_count() <= HEAL_BITS:
+            return constant, True
+    return LIVE_WORD, True
 
 
 def words_of(block: bytes) -> tuple[array[int], array[int]]:

@@ -107,13 +107,44 @@ class Segment(Protocol):
 class Window:
     """What was promised or is owed between two syncs."""
 
+    # of each file by nonce: the places whose items are completed
     tombstones: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
+    # (file, place, word) of every other end
+    words: list[tuple[Any, int, int]] = field(default_factory=list)
     freed: list[tuple[Any, list[int]]] = field(default_factory=list)
     retired: list[Any] = field(default_factory=list)
     finished: list[Any] = field(default_factory=list)
     unlink: list[Path] = field(default_factory=list)
+    # records that may only be written when everything of this window is durable
+    later: list[dict[str, Any]] = field(default_factory=list)
     # producer -> (numbers accepted up to, last result), durable when the window's sync is over
     floors: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # items that were taken in found no room: the floors do not speak of all that is stored
+    partial: bool = False
+
+    def absorb(self, other: Window) -> None:
+        """Owe what `other` owes, too."""
+        for nonce, (file, places) in other.tombstones.items():
+            self.tombstones.setdefault(nonce, (file, []))[1].extend(places)
+        self.words += other.words
+        self.freed += other.freed
+        self.retired += other.retired
+        self.finished += other.finished
+        self.unlink += other.unlink
+        self.later += other.later
+
+    @property
+    def owes(self) -> bool:
+        """Whether its end would do anything."""
+        return bool(
+            self.tombstones
+            or self.words
+            or self.freed
+            or self.retired
+            or self.finished
+            or self.unlink
+            or self.later
+        )
 
 
 class Backing(Protocol):
