@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.test_broker import SHAPE, RawPeer, done, items, running, worker_hello
 from zfabric.broker import Broker
@@ -43,7 +44,10 @@ def working(address: str, **hello: Any) -> Iterator[threading.Event]:
     end = threading.Event()
 
     def serve() -> None:
-        peer = RawPeer(address)
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        peer = RawPeer(socket)
         wide = {"batch_items_max": 64, "batch_tokens_max": 65_536, "input_tokens_max": 4_096}
         peer.send(worker_hello("gpu0", **{**wide, **hello}))
         peer.receive(Type.WELCOME)
@@ -56,7 +60,7 @@ def working(address: str, **hello: Any) -> Iterator[threading.Event]:
                 if message.kind is Type.BATCH:
                     received = message.fields["n"]
                     peer.send(done(message))
-        peer.close()
+        context.destroy(linger=0)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

@@ -477,7 +477,7 @@ class _Run:
     def _starving(self) -> bool:
         """Whether a full broker waits for acknowledgements more than it has left to do."""
         waiting = self._client.unaccepted_items
-        return 0 < waiting and len(self._open) - waiting <= self._unsynced
+        return waiting > 0 and len(self._open) - waiting <= self._unsynced
 
     def _report(self, now: float) -> None:
         if self._options.progress is None:
