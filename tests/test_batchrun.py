@@ -141,20 +141,24 @@ def test_a_line_over_the_contract_is_an_empty_completion_marked_too_long(tmp_pat
     assert "zfabric" not in bodies["short"]
 
 
-def test_a_result_that_is_not_json_is_a_failure(tmp_path):
+@pytest.mark.parametrize("answer", [b"\xff not json", b'"text"', b'{"custom_id": "a", "body": {}}'])
+def test_a_result_that_is_no_response_body_is_a_failure(tmp_path, answer):
     source = write_batch(tmp_path / "in.jsonl", [request("a")])
 
-    with brokering() as broker, serving(functools.partial(NoJson), broker.address):
+    with brokering() as broker, serving(functools.partial(Answering, answer), broker.address):
         summary = run_batch(source, tmp_path / "out.jsonl", broker=broker.address)
     assert (summary.done, summary.failed) == (0, 1)
     assert read_rows(tmp_path / "out.errors.jsonl")[0]["error"]["code"] == "bad_result"
 
 
-class NoJson(EchoEngine):
+class Answering(EchoEngine):
+    def __init__(self, answer):
+        self.answer = answer
+
     def run(self, batch):
         from zfabric.engine import Result
 
-        return [Result.ok(b"\xff not json") for _ in batch.payloads]
+        return [Result.ok(self.answer) for _ in batch.payloads]
 
 
 def test_few_open_items_are_enough_for_any_file(tmp_path):

@@ -400,7 +400,7 @@ class _Run:
         self._rows += 1
         if arrival.status == Status.OK:
             self._count_tokens(arrival.payload)
-            return self._output.write_result(line, known.custom_id, arrival.payload)
+            return self._output.write_result(line, known.custom_id, arrival.payload, url=known.url)
         if arrival.status == Status.TOO_LONG:
             return self._output.write_result(line, known.custom_id, self._too_long(line, known))
         if arrival.status == Status.REFUSED:

@@ -31,6 +31,12 @@ from zfabric.batchfile.rows import InUse, Row, RowFile, Scan
 from zfabric.errors import ConfigError, StorageError
 
 STATUS_OK = 200
+# What a response body of each endpoint cannot be without.
+LIST_OF = {
+    "/v1/chat/completions": "choices",
+    "/v1/completions": "choices",
+    "/v1/embeddings": "data",
+}
 # Failures of earlier runs that an operator may still have retried: as many as are remembered.
 DEAD_IDS_MAX = 100_000
 
@@ -129,21 +135,32 @@ class BatchOutput:
         return custom_id in self._done
 
     def write_result(
-        self, line_number: int, custom_id: str, body: bytes, *, request_id: str | None = None
+        self,
+        line_number: int,
+        custom_id: str,
+        body: bytes,
+        *,
+        url: str | None = None,
+        request_id: str | None = None,
     ) -> bool:
         """Append a result, `body` being the response as JSON; False if the id is done already.
 
-        A body that is not JSON is written as a failure, `bad_result`. Raises StorageError.
+        A body that is not JSON, or none of the endpoint `url`, is written as a failure,
+        `bad_result`. Raises StorageError.
         """
         try:
+            answer = parse_json(body)
+            wanted = LIST_OF.get(url or "")
+            if wanted and not (isinstance(answer, dict) and type(answer.get(wanted)) is list):
+                raise ValueError(f"it is no response of {url}, which has a list {wanted!r}")
             response = {
                 "status_code": STATUS_OK,
                 "request_id": request_id or f"req_{self._line_id(line_number)}",
-                "body": parse_json(body),
+                "body": answer,
             }
             row = compact_json(self._row(line_number, custom_id, response, None))
         except ValueError as error:
-            text = f"the engine's result is not JSON: {error}"
+            text = f"the engine's result cannot be used: {error}"
             return self.write_failure(line_number, custom_id, "bad_result", text)
         if not self._done.add(custom_id):
             return False
