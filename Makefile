@@ -27,10 +27,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## broker, two workers and a batch file through them (ENGINE, MODEL, ARGS)
 	$(BIN)/zfabric demo $(if $(ENGINE),--engine $(ENGINE)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-test: $(STAMP) ## run every test
+test: check ## every check and every test
 	$(BIN)/python -m pytest
 
-check: $(STAMP) ## style, types, import contracts, docs
+check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

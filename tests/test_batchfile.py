@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from zfabric.batchfile import (
 )
 from zfabric.batchfile import rows as rows_module
 from zfabric.batchfile.job import holder_of, sidecar_path
+from zfabric.batchrows import write_retried
 from zfabric.errors import ConfigError, StorageError
 from zfabric.shapes import Shape
 
@@ -723,10 +725,132 @@ def test_job_name_is_bounded_and_stable(tmp_path: Path) -> None:
 
 
 def test_errors_file_is_named_after_the_output() -> None:
-    names = ["out.jsonl", "out", "a.b.jsonl"]
-    assert [errors_path_for(Path(name)).name for name in names] == [
-        "out.errors.jsonl", "out.errors.jsonl", "a.b.errors.jsonl",
-    ]  # fmt: skip
+    names = {
+        "out.jsonl": "out.errors.jsonl",
+        "a.b.jsonl": "a.b.errors.jsonl",
+        "out": "out.errors",
+        "res.a": "res.a.errors",
+        "res.b": "res.b.errors",
+        "x.json": "x.json.errors",
+        ".jsonl": ".errors.jsonl",
+        "out.errors.jsonl": "out.errors.errors.jsonl",
+    }
+    assert {name: errors_path_for(Path("d") / name).name for name in names} == names
+
+
+@given(st.sets(st.text("ab.jsonler", min_size=1, max_size=12), min_size=2, max_size=40))
+def test_no_two_outputs_have_the_same_errors_file(names: set[str]) -> None:
+    names -= {".", ".."}
+    outputs = [f"{name}{end}" for name in names for end in ("", ".jsonl", ".errors")]
+    paths = {errors_path_for(Path(output)) for output in outputs}
+    assert len(paths) == len(set(outputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}], ids=str)
+def test_errors_of_another_run_are_neither_trusted_nor_erased(
+    files: Files, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    shared = tmp_path / "shared"
+    with files.open(errors=shared) as out:
+        out.write_failure(1, "a", "dead", "theirs")
+    rows = shared.read_bytes()
+    other = Files(tmp_path)
+    other.output = tmp_path / "other.jsonl"
+    with pytest.raises(ConfigError, match=r"errors file of .*out\.jsonl.*--errors"):
+        other.open(errors=shared, **options)
+    # Without the other run's files, nobody vouches for the rows.
+    files.output.unlink()
+    sidecar_path(files.output).unlink()
+    with pytest.raises(ConfigError, match="nothing says"):
+        other.open(errors=shared, **options)
+    assert shared.read_bytes() == rows
+    other.open(**options).close()
+
+
+def test_overwrite_erases_the_errors_of_its_own_job(files: Files) -> None:
+    with files.open() as out:
+        out.write_failure(1, "a", "dead", "")
+    with files.open(overwrite=True) as again:
+        assert not again.is_done("a")
+        assert files.errors.read_bytes() == b""
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_overwrite_that_crashed_can_be_done_again(
+    files: Files, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    with files.open() as out:
+        out.write_result(1, "a", b"{}")
+        out.write_failure(2, "b", "dead", "")
+    calls = itertools.count(1)
+    real = rows_module.RowFile.truncate
+
+    def crash(self: rows_module.RowFile, size_bytes: int) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        real(self, size_bytes)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(rows_module.RowFile, "truncate", crash)
+        files.open(overwrite=True)
+    with files.open(overwrite=True) as again:
+        assert not again.is_done("a")
+    assert files.errors.read_bytes() == files.output.read_bytes() == b""
+
+
+# --- another model
+
+
+def test_another_model_renews_the_job_and_judges_bad_lines_anew(files: Files) -> None:
+    with files.open() as out:
+        out.write_result(1, "a", b"{}")
+        out.write_failure(2, "b", "dead", "")
+        out.write_bad_line(BadLine(3, "c", "missing_model", "pass --model"))
+    with files.open(resume=True, model="tiny") as again:
+        assert again.model_changed
+        assert again.superseded == out.job.name != again.job.name
+        assert [again.is_done(name) for name in "abc"] == [True, True, False]
+        assert (again.results_total, again.failures_total, again.bad_lines_total) == (1, 1, 0)
+        assert again.write_bad_line(BadLine(3, "c", "bad_body", "still wrong"))
+    with files.open(resume=True, model="tiny") as third:
+        assert third.job == again.job
+        assert not third.model_changed
+        assert not third.write_bad_line(BadLine(3, "c", "bad_body", "still wrong"))
+    with files.open(resume=True) as fourth:
+        assert fourth.superseded == again.job.name
+
+
+def test_another_model_with_failures_retried(files: Files) -> None:
+    with files.open(model="one") as out:
+        out.write_failure(2, "b", "dead", "")
+        out.write_bad_line(BAD)
+    with files.open(retry_failed=True, model="two") as again:
+        assert (again.failures_total, again.bad_lines_total) == (0, 0)
+        assert not again.is_done("b")
+    assert files.rows(files.errors) == []
+
+
+def test_sidecar_without_a_model_is_of_a_run_without_one(files: Files) -> None:
+    with files.open() as out:
+        out.write_result(1, "a", b"{}")
+    path = sidecar_path(files.output)
+    row = json.loads(path.read_bytes())
+    del row["model"]
+    path.write_text(json.dumps(row))
+    with files.open(resume=True) as again:
+        assert again.job == out.job
+
+
+def test_failure_that_has_a_result_too_is_outdated_and_dead_ones_are_known(files: Files) -> None:
+    with files.open() as out:
+        for number, name in enumerate("abc", 1):
+            out.write_failure(number, name, "dead" if name != "c" else "bad_result", "")
+    with files.open(resume=True) as again:
+        assert again.dead == {"a", "b"}
+        write_retried(again, 1, "a", b"{}")
+    with files.open(resume=True) as third:
+        assert (third.results_total, third.failures_total) == (1, 2)
+        assert (third.outdated, third.dead) == ({"a"}, {"b"})
 
 
 def test_large_rows_pass_the_buffer(files: Files) -> None:

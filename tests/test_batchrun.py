@@ -141,20 +141,24 @@ def test_a_line_over_the_contract_is_an_empty_completion_marked_too_long(tmp_pat
     assert "zfabric" not in bodies["short"]
 
 
-def test_a_result_that_is_not_json_is_a_failure(tmp_path):
+@pytest.mark.parametrize("answer", [b"\xff not json", b'"text"', b'{"custom_id": "a", "body": {}}'])
+def test_a_result_that_is_no_response_body_is_a_failure(tmp_path, answer):
     source = write_batch(tmp_path / "in.jsonl", [request("a")])
 
-    with brokering() as broker, serving(functools.partial(NoJson), broker.address):
+    with brokering() as broker, serving(functools.partial(Answering, answer), broker.address):
         summary = run_batch(source, tmp_path / "out.jsonl", broker=broker.address)
     assert (summary.done, summary.failed) == (0, 1)
     assert read_rows(tmp_path / "out.errors.jsonl")[0]["error"]["code"] == "bad_result"
 
 
-class NoJson(EchoEngine):
+class Answering(EchoEngine):
+    def __init__(self, answer):
+        self.answer = answer
+
     def run(self, batch):
         from zfabric.engine import Result
 
-        return [Result.ok(b"\xff not json") for _ in batch.payloads]
+        return [Result.ok(self.answer) for _ in batch.payloads]
 
 
 def test_few_open_items_are_enough_for_any_file(tmp_path):
@@ -347,6 +351,120 @@ def test_a_model_without_workers_is_named_and_can_end_the_run(tmp_path, monkeypa
         with operating(broker.address) as client:
             status = client.stats()
     assert status["ready_items"] == 0, "what the former job left is cancelled"
+
+
+def test_another_model_sends_again_what_waited_for_the_old_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("zfabric.batchwatch.NO_WORKER_S", 0.5)
+    lines = [request("a", model="gone"), request("b"), request("c", model="gone"), request("d")]
+    del lines[3]["body"]["model"]
+    source = write_batch(tmp_path / "in.jsonl", lines)
+    out, notices = tmp_path / "out.jsonl", []
+    with brokering() as broker, serving(FAST, broker.address):
+        with pytest.raises(TimeoutExpired, match="no worker serves 'gone'"):
+            run_batch(source, out, broker=broker.address, wait_for_workers=False)
+        assert ids_of(out) == ["b"]
+        options = {"resume": True, "model": "m", "notice": notices.append}
+        second = run_batch(source, out, broker=broker.address, **options)
+        assert (second.adopted, second.submitted, second.done, second.bad) == (0, 3, 4, 0)
+        assert second.ok and ids_of(out) == ["a", "b", "c", "d"]
+        assert len(notices) == 1 and "with --model m" in notices[0]
+        assert (tmp_path / "out.errors.jsonl").read_bytes() == b""
+        status = balanced(broker.address)
+        assert status["cancelled_items"] == 2
+        with operating(broker.address) as client:
+            assert [row["name"] for row in client.request("producers.ls")] == [second.job]
+        # The same model once more is the same job.
+        third = run_batch(source, out, broker=broker.address, **options)
+        assert third.job == second.job and third.resumed == 4 and len(notices) == 1
+
+
+def test_a_bad_model_name_changes_nothing(tmp_path):
+    source = write_batch(tmp_path / "in.jsonl", [request("a")])
+    with pytest.raises(ConfigError, match="model name"):
+        run_batch(source, tmp_path / "out.jsonl", broker="tcp://127.0.0.1:9", model="a\nb")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_small_payload_limit_is_kept_and_larger_lines_are_failures(tmp_path):
+    rows = [request(f"q-{k}", f"text {k}") for k in range(3_000)]
+    rows.append(request("large", "x" * 99_900, model="m" * 30))
+    rows.append(request("huge", "x" * 200_000))
+    source = write_batch(tmp_path / "in.jsonl", rows)
+    with (
+        brokering(payload_bytes_max=100_200) as broker,
+        serving(FAST, broker.address, model="n" * 200),
+    ):
+        summary = run_batch(source, tmp_path / "out.jsonl", broker=broker.address, model="n" * 200)
+    assert (summary.done, summary.failed, summary.bad) == (3_000, 1, 1)
+    errors = {row["error"]["code"]: row for row in read_rows(tmp_path / "out.errors.jsonl")}
+    assert errors["too_large"]["custom_id"] == "large"
+    assert errors["line_too_long"]["line"] == 3_002
+
+
+def test_a_small_buffer_at_the_broker_is_not_slow(tmp_path):
+    source = write_batch(tmp_path / "in.jsonl", [request(f"q-{k}") for k in range(1_000)])
+    with (
+        brokering(producer_items_max=10, hold_s=0) as broker,
+        serving(FAST, broker.address),
+    ):
+        summary = run_batch(source, tmp_path / "out.jsonl", broker=broker.address)
+    assert summary.ok
+    assert summary.seconds < 10, "syncs are not waited for where the broker waits for them"
+
+
+def test_a_broker_that_comes_back_with_a_smaller_limit_refuses_only_what_it_must(tmp_path):
+    rows = [request(f"q-{k}", f"text {k}") for k in range(60)]
+    rows.append(request("large", "x" * 5_000))
+    source = write_batch(tmp_path / "in.jsonl", rows)
+    with brokering(max_items=40) as broker:
+        summaries = []
+        thread = threading.Thread(
+            target=lambda: summaries.append(
+                run_batch(source, tmp_path / "out.jsonl", broker=broker.address)
+            )
+        )
+        thread.start()
+        with operating(broker.address) as client:
+            until(lambda: client.stats()["ready_items"] == 40)
+        broker.stop()
+        broker.config |= {"payload_bytes_max": 1_000}
+        broker.start()
+        with serving(FAST, broker.address):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    (summary,) = summaries
+    assert (summary.done, summary.failed + summary.bad) == (60, 1)
+    assert ids_of(tmp_path / "out.jsonl") == sorted(row["custom_id"] for row in rows[:60])
+
+
+@pytest.mark.parametrize("when", ["while away", "after its return"])
+def test_a_dead_item_of_an_earlier_run_is_replaced_by_its_retry(tmp_path, when):
+    rows = [request("poison", "poison"), *(request(f"q-{k}", f"text {k}") for k in range(3))]
+    source, out = write_batch(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    errors = tmp_path / "out.errors.jsonl"
+    engine = functools.partial(DiesOnce, str(tmp_path / "died"))
+    one = Contract(1, 8_192, 1_024)
+    with (
+        brokering(attempts_max=1) as broker,
+        operating(broker.address) as client,
+        serving(engine, broker.address, contract=one, window=1),
+    ):
+        first = run_batch(source, out, broker=broker.address)
+        assert (first.done, first.failed) == (3, 1)
+        client.request("pause", model="m")
+        client.request("dead.requeue", all=True)
+        if when == "while away":
+            client.request("resume", model="m")
+            until(lambda: client.stats()["outbox_items"] == 1)
+        else:
+            threading.Timer(1.0, lambda: client.request("resume", model="m")).start()
+        second = run_batch(source, out, broker=broker.address, resume=True)
+        assert second.ok and (second.done, second.failed) == (4, 0)
+        assert second.job == first.job
+        assert errors.read_bytes() == b""
+        assert ids_of(out) == ["poison", "q-0", "q-1", "q-2"]
+        third = run_batch(source, out, broker=broker.address, resume=True)
+    assert third.ok and third.resumed == 4
 
 
 # -- the watch, without a broker ----------------------------------------------------------------

@@ -7,13 +7,17 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 import zmq
 
+from tests.harness import Bench
+from tests.running import until
 from zfabric.broker import Broker, Endpoints
 from zfabric.client import Client
 from zfabric.config import BrokerConfig
@@ -23,6 +27,7 @@ from zfabric.results import Item
 from zfabric.shapes import Shape
 
 pytestmark = pytest.mark.e2e
+Connected = Callable[..., zmq.Socket[bytes]]
 SHAPE = Shape.of("m", "system prompt", tokens=[4])
 
 
@@ -40,14 +45,40 @@ def running(**config: Any) -> Iterator[tuple[Broker, Endpoints]]:
         assert not thread.is_alive()
 
 
+@pytest.fixture
+def connected() -> Iterator[Connected]:
+    """Sockets of a test's own, all of which are closed however the test ends."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    kept: list[zmq.Socket[bytes]] = []
+
+    def connect(kind: int, address: str, topic: bytes | None = None) -> zmq.Socket[bytes]:
+        kept.append(context.socket(kind))
+        if topic is not None:
+            kept[-1].setsockopt(zmq.SUBSCRIBE, topic)
+        kept[-1].connect(address)
+        return kept[-1]
+
+    yield connect
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def router() -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        yield socket
+
+
+@pytest.fixture
+def raw_peer(connected: Connected) -> Callable[[str], RawPeer]:
+    return lambda address: RawPeer(connected(zmq.DEALER, address))
+
+
+@dataclass
 class RawPeer:
     """A DEALER that says whatever it is told."""
 
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+    socket: zmq.Socket[bytes]
 
     def send(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
@@ -59,9 +90,6 @@ class RawPeer:
             if message.kind is kind:
                 return message
         raise AssertionError(f"no {kind.name} within {seconds} s")
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
 
 
 def worker_hello(name: str, **more: Any) -> list[bytes]:
@@ -86,11 +114,13 @@ def items(count: int, length: int = 40) -> list[Item]:
     return [Item(SHAPE, b"payload", length, custom_id=str(k)) for k in range(count)]
 
 
-def test_random_bytes_and_half_messages_leave_the_broker_serving() -> None:
+def test_random_bytes_and_half_messages_leave_the_broker_serving(
+    raw_peer: Callable[[str], RawPeer],
+) -> None:
     chance = random.Random(7)
     with running() as (broker, endpoints):
         for address in (endpoints.producers, endpoints.workers):
-            peer = RawPeer(address)
+            peer = raw_peer(address)
             hello = encode(Type.HELLO, {"role": "operator", "name": "x", "instance": 1})
             for _ in range(2_000):
                 frames = [
@@ -100,7 +130,7 @@ def test_random_bytes_and_half_messages_leave_the_broker_serving() -> None:
                     frames[0] = b"ZF\x01" + bytes([chance.randrange(26)]) + frames[0]
                 peer.send(frames)
             peer.send(hello)
-            peer.close()
+            peer.socket.close(linger=0)
         host, port = endpoints.producers.removeprefix("tcp://").split(":")
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5_000, b"\xff" * 100, b""):
             with socket.create_connection((host, int(port)), 5) as raw:
@@ -113,29 +143,59 @@ def test_random_bytes_and_half_messages_leave_the_broker_serving() -> None:
         assert broker.dispatcher.fabric.flow.accepted_items == 1
 
 
-def test_frame_over_the_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
+def test_frame_over_the_limit_costs_its_sender_the_connection_and_nobody_else(
+    raw_peer: Callable[[str], RawPeer],
+) -> None:
     with running(payload_bytes_max=1_000, max_bytes=10_000) as (_, endpoints):
-        peer = RawPeer(endpoints.producers)
-        peer.send([encode(Type.HEARTBEAT)[0], b"x" * 1_000_000])
+        raw_peer(endpoints.producers).send([encode(Type.HEARTBEAT)[0], b"x" * 1_000_000])
         with Client(endpoints.producers, name="healthy") as client:
             client.stats()
-        peer.close()
 
 
-def test_registration_of_nonsense_is_answered() -> None:
+def test_registration_of_nonsense_is_answered(raw_peer: Callable[[str], RawPeer]) -> None:
     with running() as (_, endpoints):
         for name, value in (("batch_items_max", 0), ("batch_tokens_max", -1), ("window", 2.5)):
-            peer = RawPeer(endpoints.workers)
+            peer = raw_peer(endpoints.workers)
             peer.send(worker_hello("w", **{name: value}))
             error = peer.receive(Type.ERROR)
             assert error.fields["code"] in ("bad_contract", "malformed")
-            peer.close()
 
 
-def test_fill_of_3099_batches_yields_and_kills_no_consumer() -> None:
+def test_slice_ends_with_the_first_offer_that_is_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(slice_ms=100)
+    for k in range(2):
+        bench.worker(f"gpu{k}", batch=1, window=32).heartbeat(window=32)
+    bench.producer().submit([40] * 50)
+    bench.settle()
+    sent_s: list[float] = []
+
+    def send(frames: list[bytes], flags: int) -> None:
+        bench.now += 0.007
+        sent_s.append(bench.now)
+
+    broker = Broker(bench.config)
+    broker.close()
+    broker.dispatcher = bench.dispatcher
+    broker._sockets["workers"] = SimpleNamespace(send_multipart=send)  # type: ignore[assignment]
+    monkeypatch.setattr("zfabric.broker.time", SimpleNamespace(monotonic=lambda: bench.now))
+    slices = []
+    while sum(slices) < 50:
+        broker._hand_out()
+        slices.append(len(sent_s) - sum(slices))
+        assert broker._more_offers is (sum(slices) < 50)
+    assert slices == [15, 15, 15, 5]
+    status = {**bench.dispatcher.meta(bench.now), **bench.status()}
+    assert status["dispatch_yields_total"] == 3
+    assert status["dispatch_slice_max_s"] == pytest.approx(0.105)
+
+
+def test_fill_of_3099_batches_yields_and_kills_no_consumer(
+    raw_peer: Callable[[str], RawPeer],
+) -> None:
     consumers, batches = 100, 3_099
-    with running(slice_ms=100, lease_s=3.0, heartbeat_s=0.5) as (broker, endpoints):
-        peers = [RawPeer(endpoints.workers) for _ in range(consumers)]
+    # Slices so short that a fill has many, on any machine.
+    with running(slice_ms=10, lease_s=3.0, heartbeat_s=0.5) as (broker, endpoints):
+        peers = [raw_peer(endpoints.workers) for _ in range(consumers)]
         for k, peer in enumerate(peers):
             peer.send(worker_hello(f"gpu{k}", window=32))
             peer.receive(Type.WELCOME)
@@ -145,14 +205,13 @@ def test_fill_of_3099_batches_yields_and_kills_no_consumer() -> None:
             for peer in peers:
                 beat = {"received": 0, "holding": [], "window": 32}
                 peer.send(encode(Type.HEARTBEAT, beat))
-            while sum(w["granted"] for w in client.request("workers")) < 32 * consumers:
-                pass
+            until(lambda: sum(w["granted"] for w in client.request("workers")) == 32 * consumers)
             client.request("resume", model="m")
             received = [0] * consumers
             held: list[list[list[int]]] = [[] for _ in peers]
-            until = time.monotonic() + 60
+            deadline = time.monotonic() + 60
             beat_at = 0.0
-            while results.done < batches and time.monotonic() < until:
+            while results.done < batches and time.monotonic() < deadline:
                 for k, peer in enumerate(peers):
                     while peer.socket.poll(0):
                         message = decode(peer.socket.recv_multipart(), FROM_BROKER)
@@ -170,10 +229,9 @@ def test_fill_of_3099_batches_yields_and_kills_no_consumer() -> None:
         assert status["redeliveries_total"] == 0
         assert status["batches"] == batches
         assert (status["residual_items"], status["residual_tokens"]) == (0, 0)
-        one_batch_s = 0.05
-        assert status["dispatch_slice_max_s"] < 0.1 + one_batch_s
-        for peer in peers:
-            peer.close()
+        assert status["dispatch_yields_total"] >= 1
+        # By the wall, so the machine's other work counts too; the rule itself is tested above.
+        assert status["dispatch_slice_max_s"] < 1.0
         assert broker.dispatcher.fabric.flow.completed_items == batches
 
 
@@ -199,9 +257,7 @@ def test_no_broker_is_a_connect_error_that_names_the_fix() -> None:
         Client("tcp://127.0.0.1:9", timeout_s=0.3)
 
 
-def test_broker_of_another_version_is_named() -> None:
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
+def test_broker_of_another_version_is_named(router: zmq.Socket[bytes]) -> None:
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
     def answer() -> None:
@@ -214,36 +270,28 @@ def test_broker_of_another_version_is_named() -> None:
     with pytest.raises(VersionMismatch, match=r"version 1.*2"):
         Client(f"tcp://127.0.0.1:{port}", timeout_s=5)
     thread.join(5)
-    context.destroy(linger=0)
 
 
-def test_snapshot_on_the_feed_is_what_status_says() -> None:
+def test_snapshot_on_the_feed_is_what_status_says(connected: Connected) -> None:
     with running(hz=20) as (_, endpoints):
-        context = zmq.Context()
-        feed = context.socket(zmq.SUB)
-        feed.setsockopt(zmq.SUBSCRIBE, b"snapshot")
-        feed.connect(endpoints.stats)
+        feed = connected(zmq.SUB, endpoints.stats, b"snapshot")
         with Client(endpoints.producers, name="fed") as client:
             client.submit_many(items(3))
             assert feed.poll(10_000)
             snapshot: dict[str, Any] = {}
-            until = time.monotonic() + 10
-            while snapshot.get("accepted_items") != 3 and time.monotonic() < until:
+            deadline = time.monotonic() + 10
+            while snapshot.get("accepted_items") != 3 and time.monotonic() < deadline:
                 snapshot = msgpack.unpackb(feed.recv_multipart()[1])
             status = client.stats()
             client.request("producers.cancel", name="fed")
         assert {k for k in status if k not in snapshot} == set()
         assert snapshot["ready_items"] == status["ready_items"] == 3
         assert snapshot["shapes"][0]["ready_items"] == 3
-        context.destroy(linger=0)
 
 
-def test_lanes_of_a_shape_are_fed_to_who_asks_for_that_shape() -> None:
+def test_lanes_of_a_shape_are_fed_to_who_asks_for_that_shape(connected: Connected) -> None:
     with running(hz=20) as (_, endpoints):
-        context = zmq.Context()
-        feed = context.socket(zmq.SUB)
-        feed.setsockopt(zmq.SUBSCRIBE, b"lanes:%016x" % SHAPE.signature)
-        feed.connect(endpoints.stats)
+        feed = connected(zmq.SUB, endpoints.stats, b"lanes:%016x" % SHAPE.signature)
         with Client(endpoints.producers, name="fed") as client:
             client.submit_many([*items(3, 40), *items(2, 400)])
             assert feed.poll(10_000)
@@ -251,7 +299,6 @@ def test_lanes_of_a_shape_are_fed_to_who_asks_for_that_shape() -> None:
             client.request("producers.cancel", name="fed")
         assert lanes["target_tokens"] == [40, 400]
         assert lanes["ready_items"] == [3, 2]
-        context.destroy(linger=0)
 
 
 def test_drain_ends_the_broker_in_order() -> None:

@@ -181,7 +181,7 @@ def test_a_traceback_is_shown_only_on_demand(capsys):
 
 
 def test_what_a_peer_calls_itself_cannot_move_the_cursor(capsys):
-    assert common.clean("a\x1b[2Jb\nc") == "a?[2Jb?c"
+    assert common.clean("a\x1b[2Jb\nc\r\nd") == "a?[2Jb c d"
     shown = common.table(("name", "n"), [["evil\x1b[1A", 1_234], ["x" * 99, None]])
     assert "\x1b" not in shown and "1,234" in shown and "…" in shown
 
@@ -342,6 +342,34 @@ def test_a_reader_that_goes_away_is_no_error(broker_process, tmp_path):
     assert "Traceback" not in err and "Exception" not in err
 
 
+def test_an_output_that_takes_nothing_is_one_line_and_code_2(broker_process, tmp_path):
+    _, ready = broker_process
+    words = ("status", "--json", "--broker", ready["producers"])
+    for buffered in ("", "1"):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "zfabric", *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONUNBUFFERED": buffered},
+                timeout=PATIENCE_S,
+            )
+        text = "zfabric: error: cannot write to standard output: No space left on device\n"
+        assert (done.returncode, done.stderr) == (2, text)
+
+
+def test_an_output_that_is_closed_is_said(tmp_path):
+    words = "-m zfabric version >&-"
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} {words}"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "standard output: it is closed" in done.stderr and done.stderr.count("\n") == 1
+
+
 # -- looking and ordering -------------------------------------------------------------------------
 
 
@@ -372,6 +400,18 @@ def test_status_for_people_and_for_programs(busy, capsys):
         assert json.loads(out).keys() == client.stats().keys()
 
 
+def test_status_fits_a_terminal_of_80_columns(busy, capsys, monkeypatch):
+    wide = out_of(capsys, "status", "--broker", busy)[1]
+    assert "8x8192x1024" in wide and max(map(len, wide.splitlines())) > 80
+    assert "0 cancelled" in wide and "0 B of" in wide
+    monkeypatch.setattr(common, "columns", lambda: 80)
+    for words in (("status",), ("workers",), ("shapes",), ("producers", "ls")):
+        _, out, _ = out_of(capsys, *words, "--broker", busy)
+        assert max(map(len, out.splitlines())) <= 80
+        if words[0] in ("status", "workers"):
+            assert "simulated" in out and "8x8192x1024" not in out
+
+
 def test_shapes_lanes_and_workers(busy, capsys):
     code, out, _ = out_of(capsys, "shapes", "--top", "1", "--broker", busy)
     assert code == 0 and len(out.splitlines()) == 2
@@ -391,6 +431,7 @@ def test_shapes_lanes_and_workers(busy, capsys):
 
 
 def test_events_and_following_them(busy, tmp_path, capsys):
+    assert "print JSON, one object a line" in out_of(capsys, "events", "--help")[1]
     code, out, _ = out_of(capsys, "events", "--broker", busy)
     assert code == 0 and "producer_joined" in out
     words = ("events", "--follow", "--json", "--broker", busy)
@@ -434,7 +475,7 @@ def test_dead_items_are_listed_run_again_and_dropped(capsys):
             assert code == 0 and "grim" in out
             record = json.loads(out_of(capsys, "dead", "ls", "--json", *where)[1])[0]
             code, out, err = out_of(capsys, "dead", "requeue", record["id"], *where)
-            assert code == 0 and out == "" and "1 items" in err
+            assert code == 0 and out == "" and "1 item\n" in err
             with operating(broker.address) as operator:
                 until(lambda: operator.stats()["dead_records"] == 1)
             code, out, _ = out_of(capsys, "dead", "drop", "--all", "--json", *where)
@@ -461,6 +502,7 @@ def test_producers_are_cancelled_and_forgotten(capsys):
         client.close()
         with operating(broker.address) as operator:
             until(lambda: not operator.request("producers.ls")[0]["live"])
+        assert "left 0." in out_of(capsys, "producers", "ls", *where)[1]
         code, out, _ = out_of(capsys, "producers", "forget", "job-x", "--json", *where)
         assert code == 0 and json.loads(out)["name"] == "job-x"
         code, out, _ = out_of(capsys, "producers", "ls", "--json", *where)
@@ -490,7 +532,7 @@ def test_config_shows_where_a_value_came_from(tmp_path, monkeypatch, capsys):
     lanes = next(line for line in out.splitlines() if line.startswith("broker.lanes"))
     assert "128" in lanes and "env ZFABRIC_BROKER_LANES" in lanes
     code, out, _ = out_of(capsys, "config", "show", "--json")
-    assert json.loads(out)["broker.port"]["value"] == "7410"
+    assert json.loads(out)["broker.lanes"] == {"value": 128, "origin": "env ZFABRIC_BROKER_LANES"}
     code, out, _ = out_of(capsys, "config", "init", "--stdout")
     assert out == (tmp_path / "zfabric.toml").read_text()
 
@@ -591,7 +633,7 @@ def test_the_demo_runs_everything_and_leaves_no_process_behind(tmp_path):
     done = run_zfabric(*words, cwd=place)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["summary"]["done"] == 150
+    assert told["ok"] is True and told["summary"]["done"] == 150
     assert told["status"]["residual_items"] == told["status"]["residual_tokens"] == 0
     assert {row["measured_by"] for row in told["status"]["workers"]} == {"simulated"}
     assert len(set(ids_of(place / "demo-out" / "out.jsonl"))) == 150

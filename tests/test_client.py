@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.test_broker import SHAPE, RawPeer, done, items, running, worker_hello
 from zfabric.broker import Broker
@@ -25,7 +31,9 @@ from zfabric.errors import (
     TimeoutExpired,
 )
 from zfabric.protocol import FROM_BROKER, Type, decode, encode
-from zfabric.results import Item
+from zfabric.results import Item, Result, Results
+from zfabric.shapes import Shape
+from zfabric.waiting import still_open
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +44,10 @@ def working(address: str, **hello: Any) -> Iterator[threading.Event]:
     end = threading.Event()
 
     def serve() -> None:
-        peer = RawPeer(address)
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        peer = RawPeer(socket)
         wide = {"batch_items_max": 64, "batch_tokens_max": 65_536, "input_tokens_max": 4_096}
         peer.send(worker_hello("gpu0", **{**wide, **hello}))
         peer.receive(Type.WELCOME)
@@ -49,7 +60,7 @@ def working(address: str, **hello: Any) -> Iterator[threading.Event]:
                 if message.kind is Type.BATCH:
                     received = message.fields["n"]
                     peer.send(done(message))
-        peer.close()
+        context.destroy(linger=0)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -231,3 +242,141 @@ def test_several_threads_share_one_client() -> None:
         for thread in threads:
             thread.join(60)
         assert got == [500] * 4
+
+
+def test_small_payload_limit_of_the_broker_is_kept_by_many_items() -> None:
+    with (
+        running(payload_bytes_max=100_000) as (_, at),
+        working(at.workers),
+        Client(at.producers) as client,
+    ):
+        results = client.submit_many((Item(SHAPE, b"x" * 200, 5) for _ in range(5_000)), timeout=20)
+        assert len(list(results.within(20))) == 5_000
+
+
+def test_a_smaller_limit_after_a_restart_refuses_what_it_cannot_take() -> None:
+    with running(max_items=1) as (_, at):
+        port = int(at.producers.rsplit(":", 1)[1])
+        client = Client(at.producers)
+        client.submit(items(1)[0], timeout=10)
+        large: Future[Result] = Future()
+        taken = client.enqueue([Item(SHAPE, b"x" * 5_000, 5)], large)
+        many = Results()
+        client.enqueue([Item(SHAPE, b"y", 5), Item(SHAPE, b"x" * 200_000, 5)], many)
+    config = BrokerConfig(
+        port=port, consumer_port=0, stats_port=0, memory=True, payload_bytes_max=1_000
+    )
+    again = Broker(config)
+    at = again.bind()
+    thread = threading.Thread(target=again.run, daemon=True)
+    thread.start()
+    with working(at.workers):
+        with pytest.raises(Refused, match="at most 1000"):
+            large.result(30)
+        assert sorted(r.status for r in many.within(30)) == ["ok", "refused"]
+        assert taken is not None
+        taken.result(10)
+        client.drain(10)
+        with pytest.raises(Refused, match="at most 1000"):
+            client.submit(Item(SHAPE, b"x" * 5_000, 5))
+    client.close()
+    again.stop()
+    thread.join(10)
+
+
+def test_a_small_buffer_at_the_broker_is_not_slow() -> None:
+    with (
+        running(producer_items_max=10, hold_s=0, linger_ms=0) as (_, at),
+        working(at.workers),
+        Client(at.producers) as client,
+    ):
+        began = time.monotonic()
+        assert len(list(client.map(items(1_000), timeout=30))) == 1_000
+        assert time.monotonic() - began < 20
+
+
+# -- leaving ----------------------------------------------------------------------------------
+
+
+def test_leaving_waits_and_says_after_a_while_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zfabric.waiting.LEAVING_S", 0.2)
+    with running() as (_, at):
+        client = Client(at.producers, name="job")
+        client.submit_many([Item(Shape.of("lonely"), b"x", 5), *items(2)], timeout=10)
+        leaving = threading.Thread(target=client.__exit__, args=(None, None, None))
+        leaving.start()
+        for _ in range(500):
+            if caplog.records or leaving.join(0.02):
+                break
+        (record,) = caplog.records
+        assert (record.name, record.levelname) == ("zfabric", "WARNING")
+        assert "3 open items" in record.message and "'lonely', 'm'" in record.message
+        assert leaving.is_alive(), "it goes on waiting, as executors do"
+        with working(at.workers):
+            for _ in range(500):
+                if len(client._open) == 1 or leaving.join(0.02):
+                    break
+            assert "1 open items" in still_open(client)
+            assert "'m'" not in still_open(client)
+        client.request("producers.cancel", name="job")
+        leaving.join(10)
+        assert not leaving.is_alive()
+        assert still_open(client) == ""
+
+
+def test_leaving_by_an_exception_does_not_wait() -> None:
+    with running() as (_, at):
+        began = time.monotonic()
+        with pytest.raises(LookupError), Client(at.producers) as client:
+            client.submit(items(1)[0], timeout=10)
+            raise LookupError
+        assert time.monotonic() - began < 4
+        with pytest.raises(ConnectError, match="closed"):
+            client.submit(items(1)[0])
+
+
+def test_a_forked_child_is_told_to_make_its_own_client(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        from zfabric import Client, ConnectError, Item, Shape
+
+        item = Item(Shape.of("m"), b"x", 5)
+        uses = {
+            "submit": lambda c: c.submit(item),
+            "submit_many": lambda c: c.submit_many([item]),
+            "map": lambda c: next(c.map([item])),
+            "stats": lambda c: c.stats(),
+            "drain": lambda c: c.drain(),
+            "unclaimed": lambda c: c.unclaimed(),
+        }
+        with Client(sys.argv[1]) as client:
+            client.submit(item)
+            with client._lock:
+                child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+                client.request("producers.cancel", name=client.name)
+            else:
+                for name, use in uses.items():
+                    try:
+                        use(client)
+                    except ConnectError as error:
+                        print(name, "make another Client" in str(error))
+        print("left", child == 0)
+        """)
+    )
+    with running() as (_, at):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script), at.producers],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    names = ("submit", "submit_many", "map", "stats", "drain", "unclaimed")
+    assert told == [*(f"{name} True" for name in names), "left True", "left False"]

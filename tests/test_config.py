@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -180,13 +181,17 @@ def test_config_is_frozen(places: tuple[Path, Path]) -> None:
         loaded.origins["broker.port"] = "x"  # type: ignore[index]
 
 
-def test_template_reads_back_to_the_defaults(places: tuple[Path, Path]) -> None:
+def test_template_sets_nothing_until_a_comment_is_taken_away(places: tuple[Path, Path]) -> None:
     text = config.template()
-    write(places, text)
+    assert max(map(len, text.splitlines())) <= 100
+    assert tomllib.loads(text) == {section: {} for section in config.SECTIONS}
+    write(places, re.sub(r"^#(?=\w)", "", text, flags=re.MULTILINE))
     loaded, plain = load(places), load((places[1], places[1]))
     assert (loaded.broker, loaded.worker, loaded.client) == (
         plain.broker, plain.worker, plain.client,
     )  # fmt: skip
+    from_file = {name for name, origin in loaded.origins.items() if origin != "default"}
+    assert from_file == {name for name, key in KEYS.items() if key.default is not None}
     mentioned = {
         f"{section}.{line.lstrip('# ').split(' =')[0]}"
         for section, part in ((p.split("]")[0], p) for p in text.split("\n[")[1:])
@@ -194,14 +199,35 @@ def test_template_reads_back_to_the_defaults(places: tuple[Path, Path]) -> None:
         if " =" in line
     }
     assert mentioned == set(KEYS)
-    assert set(tomllib.loads(text)) == set(config.SECTIONS)
 
 
 def test_show_has_every_key_and_its_origin(places: tuple[Path, Path]) -> None:
     rows = config.show(load(places, ZFABRIC_BROKER_HZ="2"))
-    assert [row[0] for row in rows] == list(KEYS)
-    assert ("broker.hz", "2.0", "env ZFABRIC_BROKER_HZ") in rows
-    assert ("broker.data", "", "default") in rows
+    assert [row[0] for row in rows] == list(KEYS.values())
+    assert (KEYS["broker.hz"], 2.0, "env ZFABRIC_BROKER_HZ") in rows
+    assert (KEYS["broker.data"], None, "default") in rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text", "toml"),
+    [
+        ("broker.port", 65_535, "65535", "65535"),
+        ("broker.hz", 0.5, "0.5", "0.5"),
+        ("broker.hz", 2.0, "2", "2"),
+        ("broker.hold_items", 20_000, "20_000", "20_000"),
+        ("broker.max_bytes", 3 << 29, "1536 MiB", '"1536 MiB"'),
+        ("broker.max_bytes", 67_108_865, "67108865", "67108865"),
+        ("broker.insecure", True, "true", "true"),
+        ("worker.model", "llama-3", "llama-3", '"llama-3"'),
+    ],
+)
+def test_value_is_written_as_it_is_read(name: str, value: Any, text: str, toml: str) -> None:
+    key = KEYS[name]
+    assert (key.text(value), key.toml(value)) == (text, toml)
+    read_back = tomllib.loads(f"x = {toml}")["x"]
+    for raw, typed in ((text, False), (read_back, True)):
+        again = key.value_of(raw, "here", typed=typed)
+        assert (again, type(again)) == (value, type(value))
 
 
 def test_flags_come_from_the_table(places: tuple[Path, Path]) -> None:

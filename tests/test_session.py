@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness import Bench
-from zfabric.protocol import Status, Type
-from zfabric.session import MESSAGES_IN_FLIGHT_MAX, SILENT_S, Session
+from zfabric.config import BrokerConfig
+from zfabric.outgoing import MESSAGE_ITEMS
+from zfabric.protocol import FRAME_SLACK_BYTES, TO_BROKER, Status, Type, decode, encode
+from zfabric.session import MESSAGES_IN_FLIGHT_MAX, SILENT_S, Arrival, Session
 from zfabric.shapes import Shape
 
 SHAPE = Shape.of("m", "a")
@@ -24,6 +26,9 @@ class Joined:
         self.bench = Bench(**config)
         self.session = Session("job", instance=42)
         self.results: Counter[int] = Counter()
+        self.refused: list[Arrival] = []
+        # how often each number was sent
+        self.sent: Counter[int] = Counter()
         self.lost = 0
         self.routing_id = b""
         self.connect()
@@ -41,6 +46,8 @@ class Joined:
             while self.session.outbound:
                 frames = self.session.outbound.popleft()
                 moved = True
+                if frames[0][3] == Type.SUBMIT:
+                    self.sent.update(decode(frames, TO_BROKER).columns["numbers"])
                 if to_broker:
                     self.bench.to_broker("producers", self.routing_id, frames)
             self.bench.dispatcher.flush(self.bench.now)
@@ -58,6 +65,7 @@ class Joined:
     def hear(self, frames: list[bytes]) -> None:
         news = self.session.receive(frames, self.bench.now)
         self.lost += news.lost
+        self.refused += news.refused
         self.results.update(arrival.number for arrival in news.arrivals)
         if news.seq:
             self.session.acknowledge(news.seq)
@@ -173,6 +181,7 @@ def test_process_that_died_adopts_its_results() -> None:
     heir = Joined.__new__(Joined)
     heir.bench, heir.session = joined.bench, Session("job", instance=43)
     heir.results, heir.lost = Counter(), 0
+    heir.refused, heir.sent = [], Counter()
     joined.bench.ends.pop(("producers", joined.routing_id))
     heir.connect()
     heir.wait(0.6)
@@ -250,3 +259,91 @@ def test_whatever_the_link_does_each_item_has_one_result(script: list[tuple[str,
     assert joined.results == Counter(wanted)
     assert joined.bench.status()["residual_items"] == 0
     assert set(Status) >= {Status.OK}
+
+
+# -- limits of a broker ---------------------------------------------------------------------------
+
+
+def frame_sizes(joined: Joined) -> list[int]:
+    return [len(frame) for frames in joined.session.outbound for frame in frames]
+
+
+def test_messages_are_cut_to_what_the_broker_takes() -> None:
+    joined = Joined(payload_bytes_max=100_000)
+    payloads = [b"x" * 1_000] * 2_000 + [b"y" * 100_000] * 3
+    joined.session.add([SHAPE] * len(payloads), [10] * len(payloads), payloads)
+    joined.session.pump()
+    assert max(frame_sizes(joined)) <= 100_000 + FRAME_SLACK_BYTES
+    joined.exchange()
+    assert joined.session.upto == len(payloads)
+    assert 8 * MESSAGE_ITEMS <= FRAME_SLACK_BYTES, "columns fit whatever the limit is"
+
+
+def test_what_is_queued_is_cut_anew_for_a_broker_of_a_smaller_limit() -> None:
+    joined = Joined()
+    sizes = [30_000, 900_000, 70_000, 2_000_000, 70_000, 5]
+    shapes = [Shape.of("m", str(k)) for k in range(len(sizes))]
+    joined.session.add(shapes, [10] * len(sizes), [b"x" * size for size in sizes])
+    joined.session.add([SHAPE] * 2, [10, 10], [b"x", b"z" * 500_000])
+    joined.bench.config = BrokerConfig(memory=True, payload_bytes_max=80_000)
+    joined.bench.start_broker(boot=8)
+    joined.session.open(joined.bench.now)
+    joined.refused.clear()
+    joined.exchange()
+    assert [arrival.number for arrival in joined.refused] == [2, 4, 8]
+    assert {arrival.status for arrival in joined.refused} == {Status.REFUSED}
+    assert b"at most 80000" in joined.refused[0].payload
+    assert (joined.session.upto, joined.session.settled_upto) == (7, 8)
+    assert joined.session.unaccepted_items == 0
+    joined.add(1)
+    joined.exchange()
+    joined.run_all()
+    assert joined.results == Counter([1, 3, 5, 6, 7, 9])
+
+
+def test_a_small_buffer_is_as_fast_as_its_results_and_sends_little_twice() -> None:
+    joined = Joined(producer_items_max=10)
+    sent = joined.sent
+    joined.add(3_000)
+    joined.exchange()
+    first = sent.total()
+    worker = joined.bench.worker("w", batch=8)
+    for _ in range(1_500):
+        joined.bench.dispatch()
+        for key in list(worker.batches):
+            worker.done(key)
+        joined.exchange()
+        if joined.session.upto == 3_000:
+            break
+    assert joined.session.upto == 3_000, "without the clock going on"
+    assert sent.total() - first <= 3_000, "only what the refusal named, and only as there was room"
+
+
+def test_a_refusal_that_was_made_good_since_is_not_a_refusal() -> None:
+    session = Session("job", 1)
+    session.open(0.0)
+    session.receive(encode(Type.WELCOME, {"boot": 1, "epoch": 1, "store": 1}), 0.0)
+    session.add([SHAPE] * 5, [1] * 5, [b""] * 5)
+    session.pump()
+    late = {"upto": 5, "from": 3, "code": "gap", "text": ""}
+    session.receive(encode(Type.ACCEPTED, late), 0.0)
+    session.outbound.clear()
+    session.add([SHAPE], [1], [b""])
+    session.pump()
+    assert [frames[0][3] for frames in session.outbound] == [Type.SUBMIT]
+
+
+def test_a_draining_broker_is_not_asked_again_with_every_result() -> None:
+    joined = Joined()
+    joined.add(20)
+    joined.exchange()
+    joined.bench.dispatcher.drain(joined.bench.now)
+    joined.add(5)
+    joined.exchange()
+    before = joined.sent.total()
+    worker = joined.bench.worker("w", batch=1)
+    joined.bench.dispatch()
+    for key in list(worker.batches):
+        worker.done(key)
+    joined.exchange()
+    assert joined.sent.total() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.server
 import os
 import signal
 import socket
@@ -360,11 +361,13 @@ def test_batch_that_ran_while_the_broker_was_away_is_reported_to_the_new_one():
         outcome.result(PATIENCE_S)
 
 
-def test_second_worker_of_a_name_is_refused_and_the_first_goes_on():
+def test_second_worker_of_a_name_is_refused_and_the_first_goes_on(caplog):
     with broker() as address, Client(address) as client, serving(FAST, address):
-        _, outcome = begin(FAST, address, timeout_s=1.2)
+        _, outcome = begin(FAST, address, timeout_s=1.7)
         with pytest.raises(NameInUse, match="another live worker is called 'w'"):
             outcome.result(PATIENCE_S)
+        said = [r.message for r in caplog.records if "name_in_use" in r.message]
+        assert len(said) == 1, "once, however often it is tried"
         assert client.submit(*items(b"x")).result(PATIENCE_S).ok
 
 
@@ -392,6 +395,49 @@ def test_no_broker_is_said_with_the_address():
     _, outcome = begin(FAST, "tcp://127.0.0.1:1", timeout_s=0.3)
     with pytest.raises(ConnectError, match=r"tcp://127\.0\.0\.1:1 within 0\.3 s.*zfabric broker"):
         outcome.result(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def web_server():
+    """Something else that listens; gives its address as a broker's."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join(PATIENCE_S)
+        server.server_close()
+
+
+def test_a_port_that_is_no_broker_ends_the_command_in_time(tmp_path, capfd):
+    with web_server() as address:
+        words = ("--engine", "sim", "--model", "m", "--broker", address, "--timeout", "1")
+        limits = ("--max-batch", "8", "--max-tokens", "8192", "--max-input", "1024")
+        began = time.monotonic()
+        command = [sys.executable, "-m", "zfabric", "worker", *words, *limits]
+        assert subprocess.run(command, timeout=PATIENCE_S, cwd=tmp_path).returncode == 3
+        assert time.monotonic() - began < 6
+    assert f"no broker answered at {address} within 1 s" in capfd.readouterr().err
+
+
+def test_a_port_for_workers_that_is_not_reached_is_named(monkeypatch):
+    with broker() as address:
+        monkeypatch.setattr("zfabric.worker.Session", pointing_at(free_port()))
+        _, outcome = begin(FAST, address, timeout_s=0.5)
+        with pytest.raises(ConnectError, match=r"answered, its port for workers tcp://.* did not"):
+            outcome.result(PATIENCE_S)
+
+
+def pointing_at(port):
+    class Misled(runtime.Session):
+        def receive(self, frames, now):
+            news = super().receive(frames, now)
+            self.welcome["worker_port"] = port
+            return news
+
+    return Misled
 
 
 def test_broker_of_another_version_is_refused_with_both_named(monkeypatch):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zfabric.aio import AsyncClient as AsyncClient
-    from zfabric.batchrun import Summary as Summary
+    from zfabric.batchoptions import Summary as Summary
     from zfabric.batchrun import run_batch as run_batch
     from zfabric.client import Client as Client
     from zfabric.engine import Batch as Batch
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "Result": "results",
     "Results": "results",
     "Shape": "shapes",
-    "Summary": "batchrun",
+    "Summary": "batchoptions",
     "Worker": "worker",
     "run_batch": "batchrun",
     **dict.fromkeys(

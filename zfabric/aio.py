@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from zfabric.client import Client
 from zfabric.errors import Backpressure, ConnectError, TimeoutExpired
 from zfabric.results import CHUNK_ITEMS, CHUNK_S, Item, Reorder, Result, Results, Sink
+from zfabric.waiting import drain_aloud
 
 if TYPE_CHECKING:
-    from zfabric.batchrun import Summary
+    from zfabric.batchoptions import Summary
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class AsyncClient:
     """A connection to a broker, as one named producer. Open it with `async with`, or `connect`.
 
     The arguments are those of `Client`. Opening raises ConnectError, NameInUse or VersionMismatch.
+    Leaving `async with` waits as `Client` does, and says so as it does; leaving by an exception or
+    by cancellation does not wait.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class AsyncClient:
     ) -> None:
         try:
             if kind is None:
-                await self.drain()
+                await asyncio.to_thread(drain_aloud, self.client)
         finally:
             await self.close()
 

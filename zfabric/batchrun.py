@@ -18,8 +18,6 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,20 +26,19 @@ from zfabric.batchfile import (
     BadLine,
     BatchOutput,
     InputIdentity,
-    Job,
     Request,
     read_requests,
 )
+from zfabric.batchoptions import Options, Summary
 from zfabric.batchrows import completion_tokens, drop_failures, too_long_body, write_retried
-from zfabric.batchwatch import Gone, Meter, Progress, Watch
+from zfabric.batchwatch import Gone, Meter, Watch, total_lines
 from zfabric.client import Client
-from zfabric.errors import ConnectError, FabricError, Lost, StorageError
+from zfabric.errors import ConnectError, FabricError, Lost, Refused, StorageError
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
 from zfabric.results import Item, Result, Results, status_name
 from zfabric.session import Arrival
+from zfabric.shapes import check_name
 
-# Items open at once: far beyond what any number of cards holds, and 50 MB of numbers and ids.
-OPEN_ITEMS_MAX = 200_000
 # Bytes sent or waiting that the broker has not taken yet; a full broker stops the reading.
 UNTAKEN_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_ITEMS, CHUNK_BYTES = 1_024, 1024 * 1024
@@ -56,48 +53,6 @@ RENEWALS_MAX = 100
 DEAD_LINES_MAX = 100_000
 
 log = logging.getLogger("zfabric.batchrun")
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a run did. `done`, `failed` and `bad` count all rows, those of earlier runs too."""
-
-    job: str
-    output: str
-    errors: str
-    lines: int = 0
-    resumed: int = 0
-    submitted: int = 0
-    adopted: int = 0
-    resubmitted: int = 0
-    done: int = 0
-    failed: int = 0
-    bad: int = 0
-    too_long: int = 0
-    duplicates: int = 0
-    output_tokens: int | None = None
-    seconds: float = 0.0
-    complete: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether every line of the input has a result."""
-        return self.complete and not self.failed and not self.bad
-
-
-@dataclass(slots=True, kw_only=True)
-class Options:
-    """How a run behaves; see `run_batch`."""
-
-    broker: str | None = None
-    model: str | None = None
-    progress: Callable[[Progress], None] | None = None
-    notice: Callable[[str], None] = log.warning
-    timeout_s: float = 10.0
-    stall_timeout_s: float | None = None
-    wait_for_workers: bool = True
-    open_items_max: int = OPEN_ITEMS_MAX
-    stop: threading.Event = field(default_factory=threading.Event)
 
 
 class _Open(NamedTuple):
@@ -138,6 +93,8 @@ def run_batch(
     chosen = Options(**options)
     source_path, output_path = Path(source), Path(output)
     InputIdentity.of(source_path)
+    if chosen.model is not None:
+        check_name(chosen.model, "model name")
     # Before anything is overwritten: is there a broker at all?
     with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s):
         pass
@@ -149,6 +106,7 @@ def run_batch(
         overwrite=overwrite,
         retry_failed=retry_failed,
         force=force,
+        model=chosen.model,
     ) as opened:
         return _Run(opened, source_path, output_path, chosen).run()
 
@@ -171,7 +129,10 @@ class _Run:
         self._arrived = threading.Event()
         # lines whose failure, written by this run, an operator may still have retried
         self._dead: dict[int, _Open] = {}
-        self._replaced: set[str] = set()
+        # lines that a broker found too large: read again, they may be too long to be read
+        self._refused: set[int] = set()
+        # custom_ids that have a result although their failure has a row
+        self._replaced = output.outdated
         now = time.monotonic()
         self._started_s = self._heard_s = self._unsynced_s = self._next_report_s = now
         self._meter = Meter(now)
@@ -180,6 +141,9 @@ class _Run:
         self._total_exact = False
         self._client = self._connect()
         self._begin()
+        if output.model_changed:
+            to = "without --model" if options.model is None else f"with --model {options.model}"
+            options.notice(f"{to} this run differs from the one before: sending what has no result")
 
     def _begin(self) -> None:
         """Forget everything that belongs to one name at one broker."""
@@ -232,7 +196,7 @@ class _Run:
             with self._client.stream(), self._source.open("rb") as stream:
                 self._read(stream)
             self._tell_total()
-            while self._open:
+            while self._open or self._retries_to_come():
                 self._step(STEP_S)
         except StorageError:
             raise
@@ -270,10 +234,10 @@ class _Run:
         if self._renewals > RENEWALS_MAX:
             raise Lost(f"the work was lost {RENEWALS_MAX} times ({reason}); look at the broker")
         self._output.sync()
-        old = self._output.job
-        self._output.job = Job.fresh(self._output_path.resolve(), old.input, Path(old.errors))
-        self._output.job.save(self._output_path.resolve())
-        self._abandoned.append(old.name)
+        path = self._output_path.resolve()
+        self._abandoned.append(self._output.job.name)
+        self._output.job = self._output.job.renewed(path)
+        self._output.job.save(path)
         self._options.notice(f"{reason}: sending again what has no result")
         self._client.close()
         self._inbox.clear()
@@ -291,7 +255,7 @@ class _Run:
     # -- reading ------------------------------------------------------------------------------
 
     def _read(self, stream: BinaryIO) -> None:
-        limit = self._client.welcome.get("payload_bytes_max", LINE_BYTES_MAX)
+        limit = self._client.payload_bytes_max
         size = os.fstat(stream.fileno()).st_size
         rows = read_requests(
             stream, model=self._options.model, line_bytes_max=min(LINE_BYTES_MAX, limit)
@@ -300,39 +264,35 @@ class _Run:
             self._read_upto = row.line_number
             self._lines += 1
             if isinstance(row, BadLine):
-                self._unsynced += self._output.write_bad_line(row)
+                if row.line_number not in self._refused:
+                    self._unsynced += self._output.write_bad_line(row)
             else:
-                self._request(row, limit)
+                self._request(row)
             if len(self._chunk) >= CHUNK_ITEMS or self._chunk_bytes >= CHUNK_BYTES:
                 self._submit()
             if self._lines % CHUNK_ITEMS == 0:
-                self._total = self._total_of(row.line_number, stream.tell(), size)
+                if not self._total_exact:
+                    self._total = total_lines(row.line_number, stream.tell(), size)
                 self._step(0)
         self._submit()
         self._read_upto = BROKER_NUMBERS_FROM
         self._total, self._total_exact = self._lines, True
         self._step(0)
 
-    def _total_of(self, lines: int, read_bytes: int, size_bytes: int) -> int | None:
-        """Lines of the whole input, judged by those read so far; what is known stays."""
-        if self._total_exact:
-            return self._total
-        return max(lines, round(lines * size_bytes / read_bytes)) if read_bytes else None
-
-    def _request(self, request: Request, payload_bytes_max: int) -> None:
+    def _request(self, request: Request) -> None:
         line = request.line_number
         known = _Open(request.custom_id, request.url, request.model)
         self._taken_before += line <= self._adopt_upto
         if self._output.is_done(request.custom_id):
-            self._early.pop(line, None)
+            if request.custom_id in self._output.dead:
+                self._dead[line] = known
+            for seq, arrival in self._early.pop(line, ()):
+                self._settle(arrival, seq)
         elif line <= self._adopt_upto:
             self._opened(line, known)
             self._summary.adopted += 1
             for seq, arrival in self._early.pop(line, ()):
                 self._settle(arrival, seq)
-        elif len(request.payload) > payload_bytes_max:
-            text = f"{len(request.payload)} bytes; the broker takes {payload_bytes_max} at most"
-            self._unsynced += self._output.write_failure(line, request.custom_id, "too_large", text)
         else:
             item = Item(request.shape, request.payload, request.length_tokens, number=line)
             self._chunk.append(item)
@@ -347,9 +307,11 @@ class _Run:
         """Queue the chunk, once there is room for it."""
         if not self._chunk:
             return
-        while not self._has_room() or self._client.enqueue(self._chunk, Results()) is None:
+        while not (self._has_room() and self._enqueued()):
             with self._client.blocked():
                 self._step(STEP_S)
+        if not self._chunk:
+            return
         for item, known in zip(self._chunk, self._chunk_open, strict=True):
             self._last_number = item.number or 0
             self._opened(self._last_number, known)
@@ -361,6 +323,26 @@ class _Run:
             self._summary.resubmitted += len(self._chunk)
         self._chunk, self._chunk_open, self._chunk_bytes = [], [], 0
 
+    def _enqueued(self) -> bool:
+        """Queue the chunk, but for what the broker of now does not take; False without room."""
+        while True:
+            try:
+                return not self._chunk or self._client.enqueue(self._chunk, Results()) is not None
+            except Refused:
+                limit = self._client.payload_bytes_max
+                pairs = list(zip(self._chunk, self._chunk_open, strict=True))
+                fitting = [pair for pair in pairs if len(pair[0].payload) <= limit]
+                self._chunk = [item for item, _ in fitting]
+                self._chunk_open = [known for _, known in fitting]
+                self._chunk_bytes = sum(len(item.payload) for item in self._chunk)
+                for item, known in pairs:
+                    if (size := len(item.payload)) > limit:
+                        self._refused.add(item.number or 0)
+                        text = f"{size} bytes; the broker takes {limit} at most"
+                        self._unsynced += self._output.write_failure(
+                            item.number or 0, known.custom_id, "too_large", text
+                        )
+
     def _has_room(self) -> bool:
         self._forget_taken()
         if not self._open:
@@ -371,7 +353,7 @@ class _Run:
         )
 
     def _forget_taken(self) -> None:
-        upto = self._client.accepted_upto
+        upto = self._client.settled_upto
         while self._untaken and self._untaken[0][0] <= upto:
             self._untaken_bytes -= self._untaken.popleft()[1]
 
@@ -392,7 +374,7 @@ class _Run:
             for k, arrival in enumerate(arrivals):
                 self._settle(arrival, first + k)
                 self._unsynced_bytes += len(arrival.payload)
-            self._seq = seq
+            self._seq = seq or self._seq
             # An empty one is a repetition: it still wants to be acknowledged.
             self._unsynced += max(1, len(arrivals))
             self._inbox.popleft()
@@ -418,9 +400,11 @@ class _Run:
         self._rows += 1
         if arrival.status == Status.OK:
             self._count_tokens(arrival.payload)
-            return self._output.write_result(line, known.custom_id, arrival.payload)
+            return self._output.write_result(line, known.custom_id, arrival.payload, url=known.url)
         if arrival.status == Status.TOO_LONG:
             return self._output.write_result(line, known.custom_id, self._too_long(line, known))
+        if arrival.status == Status.REFUSED:
+            self._refused.add(line)
         if arrival.status == Status.DEAD and len(self._dead) < DEAD_LINES_MAX:
             self._dead[line] = known
         status = status_name(arrival.status)
@@ -438,6 +422,14 @@ class _Run:
         if write_retried(self._output, line, known.custom_id, body):
             del self._dead[line]
             self._replaced.add(known.custom_id)
+
+    def _retries_to_come(self) -> bool:
+        """Whether dead lines were requeued; a result that comes replaces the failure."""
+        if not self._dead:
+            return False
+        self._take()
+        self._sync()
+        return self._watch.retrying(time.monotonic(), self._seq - self._acked_seq)
 
     def _too_long(self, line: int, known: _Open) -> bytes:
         self._summary.too_long += 1
@@ -470,6 +462,7 @@ class _Run:
             self._unsynced >= SYNC_ITEMS
             or self._unsynced_bytes >= SYNC_BYTES
             or now - self._unsynced_s >= SYNC_S
+            or self._starving()
         ):
             self._sync()
         if self._options.stop.is_set():
@@ -480,6 +473,11 @@ class _Run:
         self._forget_taken()
         settled = not (self._untaken or self._unsynced or self._inbox)
         self._watch.check(now, self._heard_s, self._open_of, settled=settled)
+
+    def _starving(self) -> bool:
+        """Whether a full broker waits for acknowledgements more than it has left to do."""
+        waiting = self._client.unaccepted_items
+        return waiting > 0 and len(self._open) - waiting <= self._unsynced
 
     def _report(self, now: float) -> None:
         if self._options.progress is None:

@@ -101,13 +101,35 @@ class Watch:
             return self._client.request(op, ASK_TIMEOUT_S)
         return None
 
-    def _check_gone(self) -> None:
+    def _books(self) -> tuple[int, int] | None:
+        """(items that have not ended, results not acknowledged) of this job; None if unknown."""
         rows = self._ask("producers.ls")
         row = next((r for r in rows or () if r["name"] == self._client.name), None)
         if row is None:
-            return
+            return None
         waiting = row["outbox_items"]
         held = row["accepted_items"] + row["refused_items"] - row["acked_items"] - waiting
+        return held, waiting
+
+    def retrying(self, now: float, in_hand: int) -> bool:
+        """Whether the broker still has something of a job whose lines have all ended once.
+
+        Then dead ones were requeued. `in_hand` results have come and are not yet acknowledged.
+        """
+        books = self._books() if self._client.connected else None
+        if books is None:
+            return False
+        held, waiting = books
+        if held > 0 and self._wait_for_workers:
+            self._say(now, f"waiting for {held} dead items that were requeued")
+            return True
+        return waiting > in_hand
+
+    def _check_gone(self) -> None:
+        books = self._books()
+        if books is None:
+            return
+        held, waiting = books
         self._gone_checks = self._gone_checks + 1 if held <= 0 and not waiting else 0
         self._stuck_checks = self._stuck_checks + 1 if held <= 0 and waiting else 0
         if self._gone_checks >= GONE_CHECKS or self._stuck_checks >= STUCK_CHECKS:
@@ -125,7 +147,7 @@ class Watch:
             self._say(
                 now,
                 f"no worker serves model {name!r}; {others}. Start one (zfabric worker --model), "
-                "or run again with --model",
+                "or run again with --resume --model",
             )
         for name in open_of:
             if name in rows and rows[name]["paused"]:
@@ -141,6 +163,11 @@ class Watch:
             self._notice(text)
         while len(self._said) > 100:
             del self._said[next(iter(self._said))]
+
+
+def total_lines(lines: int, read_bytes: int, size_bytes: int) -> int | None:
+    """Lines of a whole input, judged by those read so far."""
+    return max(lines, round(lines * size_bytes / read_bytes)) if read_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

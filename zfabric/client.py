@@ -10,57 +10,38 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from zfabric.addresses import format_address, parse_address
-from zfabric.errors import (
-    Backpressure,
-    ConnectError,
-    FabricError,
-    Lost,
-    NameInUse,
-    ProtocolError,
-    Refused,
-    TimeoutExpired,
-    VersionMismatch,
-)
-from zfabric.link import Link
-from zfabric.results import (
-    CHUNK_ITEMS,
-    Item,
-    Reorder,
-    Result,
-    Results,
-    Sink,
-    end_sink,
-    status_name,
-    take_chunk,
-)
-from zfabric.session import Arrival, News, Session
-from zfabric.shapes import check_name
+from zfabric.connection import Connection
+from zfabric.errors import Backpressure, ConnectError, Lost, Refused, TimeoutExpired
+from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, Sink, end_sink, status_name
+from zfabric.session import Arrival, News
+from zfabric.waiting import drain_aloud, mapped
 
 if TYPE_CHECKING:
-    from zfabric.batchrun import Summary
+    from zfabric.batchoptions import Summary
 
-DEFAULT_BROKER = "tcp://127.0.0.1:7410"
 # Results that nobody in this process asked for (their producer died and came back) that are kept.
 UNCLAIMED_MAX = 10_000
 
 
-class Client:
+class Client(Connection):
     """A connection to a broker, as one named producer. Usable from several threads.
 
     Raises, when made: ConnectError if no broker answers within `timeout_s`, NameInUse if another
     live client holds the name, VersionMismatch if the broker speaks another protocol version.
     `buffer_items` bounds the items that are open (submitted, no result yet) at any time.
+
+    Leaving `with Client(...)` waits until every submitted item has its result, however long that
+    takes, as executors do; after 5 s the logger "zfabric" is told why. Leaving by an exception, or
+    by `close`, does not wait. A client belongs to the process that made it: after a fork the child
+    needs one of its own.
     """
 
     def __init__(
@@ -73,45 +54,16 @@ class Client:
         role: str = "producer",
         on_results: Callable[[list[Arrival], int], None] | None = None,
     ) -> None:
-        host, port = parse_address(broker or os.environ.get("ZFABRIC_BROKER") or DEFAULT_BROKER)
-        self.address = format_address(host, port)
-        self.name = check_name(name or f"client-{os.getpid()}-{secrets.token_hex(4)}", "name")
         self.buffer_items = buffer_items
-        self._session = Session(self.name, secrets.randbits(64), role)
         self._on_results = on_results
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._open: dict[int, tuple[Sink, str | None]] = {}
+        # sink, custom_id and model of each item that has no result yet
+        self._open: dict[int, tuple[Sink, str | None, str]] = {}
         self._awaiting: deque[tuple[int, Future[None]]] = deque()
         self._room: deque[tuple[int, Future[None]]] = deque()
-        self._replies: dict[int, Future[Any]] = {}
         self._unclaimed: OrderedDict[int, Result] = OrderedDict()
         self._last_seq = 0
         self._streams = 0
-        self._failure: FabricError | None = None
-        self._closing = False
-        self._link = Link(self.address, self._session, self._lock, self._act, self._ended)
-        self._link.start()
-        self._await_welcome(timeout_s)
-
-    def _await_welcome(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._session.state == "live" or self._failure is not None, timeout_s
-            )
-            if self._session.state == "live" and self._failure is None:
-                return
-            failure = self._failure
-            taken = self._session.last_refusal
-        self.close(timeout_s=1.0)
-        if failure is not None:
-            raise failure
-        if taken is not None and taken[0] == "name_in_use":
-            raise NameInUse(f"{taken[1]} at {self.address}; choose another name")
-        raise ConnectError(
-            f"no broker answered at {self.address} within {timeout_s:g} s; start one with "
-            "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
-        )
+        super().__init__(broker, name=name, timeout_s=timeout_s, role=role)
 
     def __enter__(self) -> Self:
         return self
@@ -122,9 +74,11 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.drain()
-        self.close()
+        try:
+            if kind is None:
+                drain_aloud(self)
+        finally:
+            self.close()
 
     # -- submitting ---------------------------------------------------------------------------
 
@@ -139,7 +93,7 @@ class Client:
         until = None if timeout is None else time.monotonic() + timeout
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
-        accepted = self._enqueue_waiting([item], future, until)
+        accepted = self.enqueue_waiting([item], future, until)
         try:
             accepted.result(None if until is None else max(0.0, until - time.monotonic()))
         except TimeoutError:
@@ -164,7 +118,7 @@ class Client:
             source = iter(items)
             while chunk := list(islice(source, CHUNK_ITEMS)):
                 until = None if timeout is None else time.monotonic() + timeout
-                accepted = self._enqueue_waiting(chunk, results, until)
+                accepted = self.enqueue_waiting(chunk, results, until)
         if accepted is not None:
             try:
                 accepted.result(timeout)
@@ -187,42 +141,12 @@ class Client:
         """
         if buffersize < 1:
             raise ValueError("buffersize must be at least 1")
-        return self._map(iter(items), buffersize, ordered, timeout)
-
-    def _map(
-        self, source: Iterator[Item], buffersize: int, ordered: bool, timeout: float | None
-    ) -> Iterator[Result]:
-        results = Results()
-        order = Reorder() if ordered else None
-        taken = 0
-        with self.stream():
-            exhausted = False
-            while not exhausted:
-                room = buffersize - (results.total - taken)
-                if room > 0:
-                    chunk = take_chunk(source, min(room, CHUNK_ITEMS))
-                    exhausted = not chunk
-                    if chunk:
-                        self._enqueue_waiting(chunk, results, None, order)
-                if room > 0:
-                    fresh = results.take(0)
-                else:
-                    with self.blocked():
-                        fresh = results.take(timeout)
-                    if not fresh:
-                        raise TimeoutExpired(f"no result for {timeout} s")
-                taken += len(fresh)
-                yield from order.push(fresh) if order is not None else fresh
-        while taken < results.total:
-            fresh = results.take(timeout)
-            if not fresh:
-                raise TimeoutExpired(f"no result for {timeout} s; {results.total - taken} are open")
-            taken += len(fresh)
-            yield from order.push(fresh) if order is not None else fresh
+        return mapped(self, iter(items), buffersize, ordered, timeout)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
         """While this is open, submits say that more is to come."""
+        self._check_process()
         with self._lock:
             self._streams += 1
             self._session.more = True
@@ -249,9 +173,10 @@ class Client:
             self._session.pump()
         self._link.wake()
 
-    def _enqueue_waiting(
+    def enqueue_waiting(
         self, items: Sequence[Item], sink: Sink, until: float | None, order: Reorder | None = None
     ) -> Future[None]:
+        """Queue items as soon as there is room; see `enqueue`. Raises Backpressure at `until`."""
         while True:
             outcome = self.enqueue(items, sink, order)
             if outcome is not None:
@@ -273,13 +198,15 @@ class Client:
 
         The building block of everything that submits; most callers want `submit` or `map`.
         """
-        limit = self._session.welcome.get("payload_bytes_max", 0)
-        for item in items:
-            if len(item.payload) > limit:
-                raise Refused(f"a payload of {len(item.payload)} bytes; at most {limit} are taken")
+        self._check_process()
         with self._lock:
             if self._failure is not None or self._closing:
                 raise self._failure or ConnectError("this client is closed")
+            limit = self.payload_bytes_max
+            for item in items:
+                if len(item.payload) > limit:
+                    size = len(item.payload)
+                    raise Refused(f"a payload of {size} bytes; at most {limit} are taken")
             if self._open and len(self._open) + len(items) > self.buffer_items:
                 return None
             numbers = self._add(items)
@@ -288,7 +215,7 @@ class Client:
             if order is not None:
                 order.expect(numbers)
             for number, item in zip(numbers, items, strict=True):
-                self._open[number] = (sink, item.custom_id)
+                self._open[number] = (sink, item.custom_id, item.shape.model)
             accepted: Future[None] = Future()
             accepted.set_running_or_notify_cancel()
             self._awaiting.append((numbers[-1], accepted))
@@ -298,6 +225,7 @@ class Client:
 
     def room(self, items: int) -> Future[None]:
         """Done once `enqueue` may find room for `items`."""
+        self._check_process()
         room: Future[None] = Future()
         room.set_running_or_notify_cancel()
         with self._lock:
@@ -318,44 +246,10 @@ class Client:
 
     # -- asking -------------------------------------------------------------------------------
 
-    @property
-    def welcome(self) -> dict[str, Any]:
-        """What the broker said when it last greeted this client: ports, durability, limits."""
-        return dict(self._session.welcome)
-
-    @property
-    def accepted_upto(self) -> int:
-        """Every item number up to this one has been taken (or skipped)."""
-        return self._session.upto
-
-    @property
-    def connected(self) -> bool:
-        """Whether the broker has greeted this client on its present connection."""
-        return self._session.state == "live"
-
-    def request(self, op: str, timeout: float | None = 10.0, **args: Any) -> Any:
-        """Ask the broker something; see `zfabric.operate`. Raises FabricError where it says no."""
-        reply: Future[Any] = Future()
+    def open_models(self) -> Counter[str]:
+        """How many items without a result there are of each model."""
         with self._lock:
-            if self._failure is not None or self._closing:
-                raise self._failure or ConnectError("this client is closed")
-            number = self._session.request(op, args)
-            self._replies[number] = reply
-        self._link.wake()
-        try:
-            return reply.result(timeout)
-        except TimeoutError:
-            if reply.done():
-                raise
-            with self._lock:
-                self._session.forget_request(number)
-                self._replies.pop(number, None)
-            raise TimeoutExpired(f"the broker did not answer {op!r} within {timeout} s") from None
-
-    def stats(self, timeout: float | None = 10.0) -> dict[str, Any]:
-        """What `zfabric status --json` prints."""
-        answer: dict[str, Any] = self.request("status", timeout)
-        return answer
+            return Counter(model for _, _, model in self._open.values())
 
     def unclaimed(self) -> list[Result]:
         """Results of this name's earlier life, which nobody in this process submitted.
@@ -363,6 +257,7 @@ class Client:
         Taking them acknowledges them. Untaken ones are kept with the broker, but for the oldest
         when there are more than 10,000.
         """
+        self._check_process()
         with self._lock:
             taken = list(self._unclaimed.values())
             self._unclaimed.clear()
@@ -372,6 +267,7 @@ class Client:
 
     def acknowledge(self, seq: int) -> None:
         """With `on_results`: results up to `seq` are safe with the caller."""
+        self._check_process()
         with self._lock:
             # A broker with another store counts anew; what it has not sent cannot be acknowledged.
             self._session.acknowledge(min(seq, self._session._seen_seq))
@@ -387,6 +283,7 @@ class Client:
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until every submitted item has its result. Raises TimeoutExpired."""
+        self._check_process()
         with self._changed:
             done = self._changed.wait_for(
                 lambda: not self._open or self._failure is not None, timeout
@@ -394,39 +291,22 @@ class Client:
             if not done:
                 raise TimeoutExpired(f"{len(self._open)} items are open after {timeout} s")
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Leave. Accepted items stay with the broker; futures that are open raise ConnectError."""
-        with self._lock:
-            self._closing = True
-        self._link.close()
-        self._link.join(timeout_s + 2.0)
-
     # -- what happened ------------------------------------------------------------------------
 
     def _act(self, news: News) -> None:
-        if news.fatal is not None:
-            code, text = news.fatal
-            kind = VersionMismatch if code == "version_mismatch" else ProtocolError
-            self._fail(kind(f"{self.address}: {code}: {text}"))
-        for code, text in news.errors:
-            if code == "name_in_use":
-                self._session.last_refusal = (code, text)
+        self._heed(news)
+        if news.refused:
+            self._refuse(news.refused)
         if news.lost:
             self._lose()
         if news.welcomed or news.accepted:
             self._accepted()
         if news.arrivals or news.seq:
             self._deliver(news)
-        for number, ok, value in news.replies:
-            reply = self._replies.pop(number, None)
-            if reply is not None:
-                if ok:
-                    reply.set_result(value)
-                else:
-                    reply.set_exception(FabricError(str(value)))
+        self._reply(news)
 
     def _accepted(self) -> None:
-        while self._awaiting and self._awaiting[0][0] <= self._session.upto:
+        while self._awaiting and self._awaiting[0][0] <= self._session.settled_upto:
             self._awaiting.popleft()[1].set_result(None)
         self._changed.notify_all()
 
@@ -440,7 +320,7 @@ class Client:
             return
         first = news.seq - len(news.arrivals) + 1
         for k, arrival in enumerate(news.arrivals):
-            sink, custom_id = self._open.pop(arrival.number, (None, None))
+            sink, custom_id, _ = self._open.pop(arrival.number, (None, None, ""))
             result = Result(
                 arrival.number,
                 custom_id,
@@ -464,6 +344,22 @@ class Client:
         self._make_room()
         self._changed.notify_all()
 
+    def _refuse(self, refused: list[Arrival]) -> None:
+        """Items that a broker with a smaller limit than its forerunner's will never take."""
+        if self._on_results is not None:
+            # They have no sequence number, so there is nothing to acknowledge.
+            self._on_results(refused, 0)
+        for arrival in refused:
+            sink, custom_id, _ = self._open.pop(arrival.number, (None, None, ""))
+            name, payload = status_name(arrival.status), arrival.payload
+            result = Result(arrival.number, custom_id, name, payload)
+            if isinstance(sink, Results):
+                if self._on_results is None:
+                    sink.put(result)
+            elif sink is not None:
+                sink.set_exception(Refused(str(result.error)))
+        self._make_room()
+
     def _make_room(self) -> None:
         limit, waiting = self.buffer_items, self._room
         while waiting and (not self._open or len(self._open) + waiting[0][0] <= limit):
@@ -474,23 +370,17 @@ class Client:
         kept = self._session.unaccepted_numbers()
         lost = Lost(f"the broker at {self.address} came back with another store")
         for number in [n for n in self._open if n not in kept]:
-            sink, _ = self._open.pop(number)
+            sink, _, _ = self._open.pop(number)
             end_sink(sink, lost)
         self._unclaimed.clear()
         self._last_seq = 0
         self._make_room()
 
-    def _fail(self, failure: FabricError) -> None:
-        self._failure = self._failure or failure
-        self._closing = True
-        self._link.close()
-        self._changed.notify_all()
-
     def _ended(self) -> None:
         """The link's thread is over: nothing that is open can still come."""
         with self._lock:
             failure = self._failure = self._failure or ConnectError("this client is closed")
-            for sink, _ in self._open.values():
+            for sink, _, _ in self._open.values():
                 end_sink(sink, failure)
             self._open.clear()
             waiting = [f for _, f in self._awaiting] + [f for _, f in self._room]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import textwrap
 import tomllib
 import types
 import typing
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfabric.addresses import PORT_MAX, format_address, is_loopback, parse_address
-from zfabric.config_keys import ENV_PREFIX, GIB, MIB, Key, count_row, key_row, port_row, toml_text
+from zfabric.config_keys import ENV_PREFIX, GIB, MIB, Key, count_row, key_row, port_row
 from zfabric.errors import ConfigError
 from zfabric.shapes import BATCH_ITEMS_MAX, TOKENS_MAX, Contract, check_name
 
@@ -49,15 +50,21 @@ WAIT_S_MAX = 86_400.0
 class BrokerConfig:
     """What `zfabric broker` needs. Raises ConfigError for a value or a combination out of range."""
 
-    bind: str = key_row("127.0.0.1", "address to listen on; loopback unless insecure is set")
+    bind: str = key_row(
+        "127.0.0.1", "address to listen on; loopback unless insecure is set", metavar="ADDRESS"
+    )
     port: int = port_row(7410, "port of producers and operators; 0 takes any free ports")
     consumer_port: int | None = port_row(None, "port of workers; port + 1 when not set")
     stats_port: int | None = port_row(None, "port of the statistics feed; port + 2 when not set")
     insecure: bool = key_row(False, "allow a bind that is not loopback, without keys")
-    data: str | None = key_row(None, "directory of the segment store")
+    data: str | None = key_row(
+        None,
+        "directory to keep everything in; without it everything is kept in memory",
+        metavar="DIRECTORY",
+    )
     durability: str = key_row(
         "fsync",
-        "what a promise means with data: on the device, or written",
+        "when something is safe, with data: when on the device (fsync) or written (os)",
         choices=("fsync", "os"),
     )
     min_free: int = key_row(
@@ -66,20 +73,48 @@ class BrokerConfig:
     max_disk: int | None = key_row(
         None, "bytes that the directory may use; no limit when not set", unit="bytes", low=1
     )
-    memory: bool = key_row(False, "keep everything in memory; a restart loses it")
+    memory: bool = key_row(
+        False, "insist on memory, whatever sets data elsewhere; a restart loses what is queued"
+    )
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
-    packing: str = key_row("tight", "where pad-to comes from", choices=("strict", "tight"))
+    packing: str = key_row(
+        "tight",
+        "what a batch is padded to: the longest item that it took (tight), or the longest that "
+        "waits in its lane, as the original system did (strict)",
+        choices=("strict", "tight"),
+    )
     policy: str = key_row(
-        "lanes", "order of work; shape and fifo are controls", choices=("lanes", "shape", "fifo")
+        "lanes",
+        "order of work: one shape at a time, by lanes of length (lanes) or without them (shape), "
+        "or as it arrives (fifo); the last two are there to compare with",
+        choices=("lanes", "shape", "fifo"),
     )
     linger_ms: float = key_row(
-        200.0, "wait before a switch of shape", unit="ms", low=0, high=WAIT_S_MAX * 1000
+        200.0,
+        "when a shape has run empty, wait this long for more of it before going to another, whose "
+        "prefix no cache holds",
+        unit="ms",
+        low=0,
+        high=WAIT_S_MAX * 1000,
     )
     max_wait_s: float = key_row(
-        300.0, "longest that work is passed over; 0 is never", unit="s", low=0, high=WAIT_S_MAX
+        300.0,
+        "longest that waiting work is passed over for fuller shapes; 0 is without limit",
+        unit="s",
+        low=0,
+        high=WAIT_S_MAX,
     )
-    hold_items: int = count_row(20_000, "items that end the hold at a start")
-    hold_s: float = key_row(5.0, "longest hold at a start", unit="s", low=0, high=WAIT_S_MAX)
+    hold_items: int = count_row(
+        20_000, "items that end the wait of --hold early: enough to see the largest shape"
+    )
+    hold_s: float = key_row(
+        5.0,
+        "when work begins and more of it is announced, wait at most this long before choosing the "
+        "first shape",
+        unit="s",
+        low=0,
+        high=WAIT_S_MAX,
+    )
     lease_s: float = key_row(
         10.0, "a worker silent for this long loses its work", unit="s", low=0.1, high=WAIT_S_MAX
     )
@@ -151,9 +186,13 @@ class BrokerConfig:
 class WorkerConfig:
     """What `zfabric worker` needs. Raises ConfigError for a value that is out of range."""
 
-    engine: str | None = key_row(None, "what runs the batches: sim, openai, ...")
-    model: str | None = key_row(None, "model that this worker serves")
-    name: str | None = key_row(None, "name of this worker, unique at its broker")
+    engine: str | None = key_row(
+        None, "engine that runs the batches; this release has: sim", metavar="NAME"
+    )
+    model: str | None = key_row(None, "model that this worker serves", metavar="NAME")
+    name: str | None = key_row(
+        None, "name of this worker, unique at its broker; made up when not set", metavar="NAME"
+    )
     max_batch: int | None = key_row(
         None, "items in a batch at most", unit="items", low=1, high=BATCH_ITEMS_MAX
     )
@@ -192,7 +231,7 @@ class WorkerConfig:
 class ClientConfig:
     """What every command that talks to a broker needs. Raises ConfigError for a bad address."""
 
-    broker: str = key_row("tcp://127.0.0.1:7410", "address of the broker")
+    broker: str = key_row("tcp://127.0.0.1:7410", "address of the broker", metavar="ADDRESS")
     timeout_s: float = key_row(
         10.0, "longest wait for the broker to answer", unit="s", low=0.01, high=WAIT_S_MAX
     )
@@ -287,15 +326,14 @@ def add_flags(
 
     for name in names or _names(section):
         key = KEYS[f"{section}.{name}"]
-        text = key.help + ("" if key.default is None else f" (default: {toml_text(key.default)})")
+        text = key.help + ("" if key.default is None else f" (default: {key.text(key.default)})")
         if key.kind is bool:
             action = argparse.BooleanOptionalAction
             parser.add_argument(key.flag, dest=key.dest, action=action, default=None, help=text)
         else:
-            metavar = (key.unit or key.kind.__name__).upper()
             parser.add_argument(
                 key.flag, dest=key.dest, choices=key.choices or None, default=None, help=text,
-                metavar=None if key.choices else metavar,
+                metavar=None if key.choices else key.metavar,
             )  # fmt: skip
 
 
@@ -305,30 +343,44 @@ def flags_of(namespace: argparse.Namespace) -> dict[str, object]:
     return {name: given[k.dest] for name, k in KEYS.items() if given.get(k.dest) is not None}
 
 
-def show(config: Config) -> list[tuple[str, str, str]]:
-    """Rows (key, value, origin) for `zfabric config show --origin`, in the table's order."""
+def show(config: Config) -> list[tuple[Key, Any, str]]:
+    """Rows (key, value, origin) for `zfabric config show`, in the table's order."""
     return [
-        (
-            name,
-            "" if (value := _get(config, key)) is None else toml_text(value),
-            config.origins[name],
-        )
+        (key, getattr(getattr(config, key.section), key.name), config.origins[name])
         for name, key in KEYS.items()
     ]
 
 
 def template() -> str:
-    """A commented zfabric.toml with every key at its default, for `zfabric config init`."""
-    lines = ["# zfabric configuration. Flags and ZFABRIC_* variables override this file."]
+    """A zfabric.toml for `zfabric config init`: every key at its default, commented out.
+
+    Settings have no space after their #; prose, and keys that have no default, do.
+    """
+    lines = _comment(
+        "Settings of zfabric; flags and ZFABRIC_* variables override them. Every setting below is "
+        "at its default and commented out: to change one, take away its # and give a value."
+    )
     for section in SECTIONS:
         lines += ["", f"[{section}]"]
         for name in _names(section):
             key = KEYS[f"{section}.{name}"]
-            lines.append(f"# {key.help}: {key.expectation}; {key.env_name}, {key.flag}")
+            lines += [
+                "",
+                *_comment(key.help),
+                *_comment(f"{key.expectation}; also {key.flag}, {key.env_name}"),
+            ]
             lines.append(
-                f"# {name} =" if key.default is None else f"{name} = {toml_text(key.default)}"
+                f"# {name} = (not set)"
+                if key.default is None
+                else f"#{name} = {key.toml(key.default)}"
             )
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def _following(port: int, step: int, given: int | None) -> int:
@@ -339,10 +391,6 @@ def _following(port: int, step: int, given: int | None) -> int:
 
 def _names(section: str) -> list[str]:
     return [row.name for row in dataclasses.fields(SECTIONS[section])]
-
-
-def _get(config: Config, key: Key) -> Any:
-    return getattr(getattr(config, key.section), key.name)
 
 
 def _check_section(section: str, config: object) -> None:

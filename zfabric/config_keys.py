@@ -25,6 +25,9 @@ SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 SIZE_UNITS = {"b": 1, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+METAVARS = {"s": "S", "ms": "MS", "Hz": "HZ", "bytes": "SIZE"}
+# Counts are written in groups of three from here on, as TOML and Python read them.
+GROUPED_MIN = 10_000
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -36,10 +39,16 @@ def key_row(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
+    metavar: str = "",
 ) -> Any:
-    """A row of the key table: a dataclass field with its default, help, unit and bounds."""
+    """A row of the key table: a dataclass field with its default, help, unit and bounds.
+
+    `metavar` stands for a value in `--help`; where it is not given, the unit's does.
+    """
     metadata = {"help": text, "unit": unit, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=metadata)
+    return field(
+        default=default, metadata={**metadata, "metavar": metavar or METAVARS.get(unit, "N")}
+    )
 
 
 def count_row(default: int, text: str, unit: str = "items", high: float = COUNT_MAX) -> Any:
@@ -49,7 +58,7 @@ def count_row(default: int, text: str, unit: str = "items", high: float = COUNT_
 
 def port_row(default: int | None, text: str) -> Any:
     """A row that holds a TCP port; 0 means any free one."""
-    return key_row(default, text, low=0, high=PORT_MAX)
+    return key_row(default, text, low=0, high=PORT_MAX, metavar="PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class Key:
     low: float | None
     high: float | None
     choices: tuple[str, ...]
+    metavar: str
     help: str
 
     @property
@@ -95,11 +105,35 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         text = EXPECTED[self.kind]
-        if self.unit:
+        if self.unit == "bytes":
+            text += ' (bytes, or text such as "4 GiB")'
+        elif self.unit:
             text += f" ({self.unit})"
-        if self.low is not None and self.high is not None:
-            text += f" from {self.low:.12g} to {self.high:.16g}"
+        if self.low is not None and self.high == COUNT_MAX:
+            text += f", at least {self.text(self.low)}"
+        elif self.low is not None and self.high is not None:
+            text += f" from {self.text(self.low)} to {self.text(self.high)}"
         return text
+
+    def text(self, value: Any) -> str:
+        """A value as flags and variables take it, and as people read it."""
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, float) and not value.is_integer():
+            return repr(value)
+        if not isinstance(value, int | float):
+            return str(value)
+        whole = int(value)
+        if self.unit == "bytes":
+            return _size_text(whole)
+        return f"{whole:_}" if self.unit and whole >= GROUPED_MIN else str(whole)
+
+    def toml(self, value: Any) -> str:
+        """A value as TOML writes it; it reads back to the same value."""
+        text = self.text(value)
+        is_text = isinstance(value, str) or not text[-1].isdigit()
+        quoted = is_text and not isinstance(value, bool)
+        return json.dumps(text, ensure_ascii=False) if quoted else text
 
     def value_of(self, raw: object, origin: str, *, typed: bool = False) -> Any:
         """`raw` (text, or a value) as this key's type, checked. Raises ConfigError.
@@ -145,10 +179,9 @@ def _fits(key: Key, value: object) -> bool:
     return True
 
 
-def toml_text(value: object) -> str:
-    """A value as TOML writes it; it reads back to the same value."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:_}" if isinstance(value, int) and value > PORT_MAX else repr(value)
+def _size_text(size: int) -> str:
+    """Bytes in the largest unit that divides them: 4 GiB; as a plain number where none does."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
+        if size and size % scale == 0:
+            return f"{size // scale} {unit}"
+    return str(size)

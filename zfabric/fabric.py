@@ -417,7 +417,8 @@ class Fabric:
         group.completed_items += 1
         if producer is not None:
             producer.completed_items += 1
-            producer.failed_items += failed or cancelled
+            producer.failed_items += failed
+            producer.cancelled_items += cancelled
 
     def post(self, producer: Producer, result: Stored) -> None:
         """Put a result into its producer's outbox."""

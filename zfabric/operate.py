@@ -144,14 +144,14 @@ class Operations:
         chosen = self._chosen_dead(args)
         for record_id in chosen:
             self._fabric.requeue(record_id, now)
-        self._fabric.event("dead_requeued", f"{len(chosen)} items", now)
+        self._fabric.event("dead_requeued", _counted(len(chosen), "item"), now)
         return {"requeued": len(chosen)}
 
     def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
         for record_id in chosen:
             self._fabric.drop_dead(record_id)
-        self._fabric.event("dead_dropped", f"{len(chosen)} records", now)
+        self._fabric.event("dead_dropped", _counted(len(chosen), "record"), now)
         return {"dropped": len(chosen)}
 
     def _producers_ls(self, args: dict[str, Any], now: float) -> Any:
@@ -194,6 +194,10 @@ def cancel_some(fabric: Fabric, refs: list[int], now: float, payload: bytes) -> 
     """End ready items as cancelled."""
     for ref in refs:
         fabric.end(ref, Status.CANCELLED, payload, now)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _count(args: dict[str, Any], name: str, default: int) -> int:

@@ -58,6 +58,7 @@ class Producer:
     accepted_tokens: int = 0
     completed_items: int = 0
     failed_items: int = 0
+    cancelled_items: int = 0
     dead_items: int = 0
     refused_items: int = 0
     acked_items: int = 0

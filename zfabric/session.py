@@ -3,8 +3,11 @@
     closed --open--> greeting --WELCOME--> live --WHO_ARE_YOU, silence--> greeting or closed
 
 Items are held until the broker has accepted their numbers, and sent again, in order, after every
-new connection and every refusal; results are handed on once each, by sequence number. The shell
-around this (a thread, a loop, a simulation) moves frames, keeps the clock and owns the futures.
+new connection and, from the refused number on, after every refusal. A refusal pauses the sending
+until a timer ends; every result acknowledged meanwhile makes room for one item, which goes at once.
+Results are handed on once each, by sequence number. The shell around this (a thread, a loop, a
+simulation) moves frames, keeps the clock and owns the futures.
+
 Times are seconds on the caller's monotonic clock, lengths tokens, sizes bytes.
 """
 
@@ -18,13 +21,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from zfabric.protocol import FROM_BROKER, NUMBER_MAX, Frame, Type, decode, encode, packed, split
+from zfabric.outbox import error_payload
+from zfabric.outgoing import MESSAGE_ITEMS, Backlog, Outgoing
+from zfabric.protocol import (
+    FROM_BROKER,
+    NUMBER_MAX,
+    Frame,
+    Status,
+    Type,
+    decode,
+    encode,
+    packed,
+    split,
+)
 from zfabric.shapes import Shape
 
-# A message carries this many items or bytes at most; larger ones gain nothing on the wire.
-MESSAGE_ITEMS = 1_024
-MESSAGE_BYTES = 1024 * 1024
 # Messages on their way without an answer; enough to fill the link while a sync is waited for.
+# After a refusal one, and twice as many with each message that is taken whole.
 MESSAGES_IN_FLIGHT_MAX = 64
 HEARTBEAT_S = 1.0
 # HELLO is said again when there is no WELCOME after this long.
@@ -40,26 +53,10 @@ NAME_RETRY_S = 0.5
 # is needed twice in one message.
 SHAPES_DECLARED_MAX = 8 * MESSAGE_ITEMS
 
+# Refusals that end when results are acknowledged.
+ROOM_CODES = frozenset({"busy", "outbox_full"})
 # Errors that another attempt cannot cure.
 FATAL_CODES = frozenset({"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"})
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """One message's worth of items that the broker has not accepted yet."""
-
-    numbers: array[int]
-    lengths: array[int]
-    sizes: array[int]
-    # the distinct shapes, and which of them each item has
-    shapes: list[Shape]
-    shape_index: array[int]
-    body: bytes
-    after: int
-
-    @property
-    def last(self) -> int:
-        return self.numbers[-1]
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,6 +76,8 @@ class News:
     arrivals: list[Arrival] = field(default_factory=list)
     # sequence number to acknowledge once `arrivals` are dealt with
     seq: int = 0
+    # items that no message to this broker can carry; they are not sent, and have no sequence number
+    refused: list[Arrival] = field(default_factory=list)
     replies: list[tuple[int, bool, Any]] = field(default_factory=list)
     accepted: bool = False
     welcomed: bool = False
@@ -106,10 +105,12 @@ class Session:
         self.next_number = 1
         self.more = False
         self._more_sent = False
-        self._last_number = 0
-        self._messages: deque[Outgoing] = deque()
-        self._sent = 0
+        self._backlog = Backlog()
+        self._in_flight_max = MESSAGES_IN_FLIGHT_MAX
+        # Paused until then by a refusal, but for as many items as results were acknowledged since.
         self._resume_at: float | None = None
+        self._credit = 0
+        self._acked_seq = 0
         self._retry_s = RETRY_S
         # ids that shapes have on this connection, longest unused first
         self._declared: OrderedDict[Shape, int] = OrderedDict()
@@ -126,11 +127,17 @@ class Session:
     @property
     def unaccepted_items(self) -> int:
         """Items that wait for the broker's word."""
-        return sum(len(m.numbers) for m in self._messages)
+        return self._backlog.items
 
     def unaccepted_numbers(self) -> set[int]:
         """Numbers that wait for the broker's word."""
-        return {number for m in self._messages for number in m.numbers}
+        return set(self._backlog.numbers())
+
+    @property
+    def settled_upto(self) -> int:
+        """No item up to this number waits for the broker's word."""
+        first = self._backlog.first
+        return max(self.upto, (self.next_number if first is None else first) - 1)
 
     def add(
         self,
@@ -152,37 +159,10 @@ class Session:
             or any(b <= a for a, b in pairwise(chosen))
         ):
             raise ValueError(f"numbers must ascend from {self.next_number}")
-        start = size = 0
-        for k, payload in enumerate(payloads):
-            if k > start and (k - start >= MESSAGE_ITEMS or size + len(payload) > MESSAGE_BYTES):
-                self._queue(shapes[start:k], lengths[start:k], payloads[start:k], chosen[start:k])
-                start, size = k, 0
-            size += len(payload)
-        if payloads:
-            self._queue(shapes[start:], lengths[start:], payloads[start:], chosen[start:])
+        if chosen:
+            self._backlog.add(shapes, lengths, payloads, chosen)
             self.next_number = chosen[-1] + 1
         return chosen
-
-    def _queue(
-        self,
-        shapes: Sequence[Shape],
-        lengths: Sequence[int],
-        payloads: Sequence[bytes],
-        numbers: Sequence[int],
-    ) -> None:
-        places: dict[Shape, int] = {}
-        index = array("I", [places.setdefault(shape, len(places)) for shape in shapes])
-        message = Outgoing(
-            array("Q", numbers),
-            array("I", lengths),
-            array("I", map(len, payloads)),
-            list(places),
-            index,
-            b"".join(payloads),
-            self._last_number,
-        )
-        self._last_number = message.last
-        self._messages.append(message)
 
     def request(self, op: str, args: dict[str, Any] | None = None) -> int:
         """Ask something of the broker; its reply comes with the number returned here."""
@@ -205,6 +185,10 @@ class Session:
         """Results up to this sequence number are safe; the broker may forget them."""
         if self.state == "live" and seq > 0:
             self.outbound.append(encode(Type.RESULT_ACK, {"upto": seq}))
+            freed, self._acked_seq = seq - self._acked_seq, max(seq, self._acked_seq)
+            if freed > 0 and self.last_refusal is not None and self.last_refusal[0] in ROOM_CODES:
+                self._credit += freed
+                self._pump()
 
     def leave(self, reason: str = "closed") -> None:
         """Say goodbye; what was accepted stays with the broker."""
@@ -245,7 +229,7 @@ class Session:
             self.outbound.append(encode(Type.HEARTBEAT))
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
-            self._sent = 0
+            self._backlog.resume(self.upto)
         self._pump()
         return news
 
@@ -314,20 +298,25 @@ class Session:
         self.store = fields["store"]
         self.upto = fields.get("upto", 0)
         self.next_number = max(self.next_number, self.upto + 1)
-        self._drop_accepted()
-        if self._messages:
-            first = self._messages[0]
-            first.after = min(first.after, self.upto)
-        else:
-            self._last_number = self.upto
-        self._sent = 0
+        self._acked_seq = fields.get("acked", 0)
+        self._backlog.rewind(self.upto)
+        if (limit := fields.get("payload_bytes_max")) is not None:
+            self._fit(limit, news)
         self._resume_at = None
         self._retry_s = RETRY_S
+        self._in_flight_max = MESSAGES_IN_FLIGHT_MAX
         self._declared.clear()
         self._more_sent = False
         news.welcomed = news.accepted = True
         for number in self._requests:
             self._send_request(number)
+
+    def _fit(self, payload_bytes_max: int, news: News) -> None:
+        """Cut what is queued to the limit of this broker, which may be smaller than another's."""
+        for number, size in self._backlog.fit(payload_bytes_max):
+            text = f"a payload of {size} bytes; at most {payload_bytes_max} are taken"
+            payload = error_payload("too_large", text)
+            news.refused.append(Arrival(number, Status.REFUSED, payload))
 
     def _on_error(self, fields: dict[str, Any], news: News, now: float) -> None:
         code, text = fields["code"], fields["text"]
@@ -340,22 +329,25 @@ class Session:
     def _on_accepted(self, fields: dict[str, Any], news: News, now: float) -> None:
         if fields["upto"] > self.upto:
             self.upto = fields["upto"]
-            self._drop_accepted()
+            self._backlog.accepted(self.upto)
             news.accepted = True
         code = fields.get("code")
-        if code is None:
-            self._retry_s = RETRY_S
-            self.last_refusal = None
-        elif self._resume_at is None:
-            if code != "gap":
-                self.last_refusal = (code, fields.get("text", ""))
+        # What was refused may have been taken since, sent once more: one answer speaks of both.
+        if code is None or fields.get("from", NUMBER_MAX) <= self.upto:
+            if self._resume_at is None:
+                self._retry_s = RETRY_S
+                self._in_flight_max = min(2 * self._in_flight_max, MESSAGES_IN_FLIGHT_MAX)
+                self.last_refusal = None
+            return
+        if code != "gap":
+            self.last_refusal = (code, fields.get("text", ""))
+            self._credit = 0
+            self._in_flight_max = 1
+            self._backlog.resume(self.upto)
+        if self._resume_at is None:
+            self._credit = 0
             self._resume_at = now + self._retry_s
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-
-    def _drop_accepted(self) -> None:
-        while self._messages and self._messages[0].last <= self.upto:
-            self._messages.popleft()
-            self._sent = max(0, self._sent - 1)
 
     def _on_result(
         self,
@@ -379,14 +371,21 @@ class Session:
 
     def _pump(self) -> None:
         """Send what may be sent: in order, a bounded number ahead of the broker's answer."""
-        if self.state != "live" or self._resume_at is not None:
+        if self.state != "live":
             return
-        while self._sent < min(len(self._messages), MESSAGES_IN_FLIGHT_MAX):
-            message = self._messages[self._sent]
-            more = self.more or self._sent + 1 < len(self._messages)
-            self._send_submit(message, more)
-            self._sent += 1
-        if self._more_sent and not self.more and not self._messages:
+        backlog, paused = self._backlog, self._resume_at is not None
+        while backlog.sent < min(len(backlog), MESSAGES_IN_FLIGHT_MAX):
+            if paused:
+                if not self._credit:
+                    return
+                backlog.split(self._credit)
+                self._credit -= len(backlog.messages[backlog.sent].numbers)
+            elif backlog.sent >= self._in_flight_max:
+                return
+            more = self.more or backlog.sent + 1 < len(backlog)
+            self._send_submit(backlog.messages[backlog.sent], more)
+            backlog.sent += 1
+        if self._more_sent and not self.more and not backlog and not paused:
             empty = Outgoing(array("Q"), array("I"), array("I"), [], array("I"), b"", 0)
             self._send_submit(empty, False)
 
@@ -397,7 +396,9 @@ class Session:
     def _send_submit(self, message: Outgoing, more: bool) -> None:
         lengths = message.lengths
         order = sorted(range(len(lengths)), key=lengths.__getitem__) if len(lengths) > 1 else []
-        ids = [self._declare(shape) for shape in message.shapes]
+        # A part of a message has the shapes of the whole; only its own are declared.
+        places = dict.fromkeys(message.shape_index)
+        ids = {place: self._declare(message.shapes[place]) for place in places}
         columns = [
             packed("Q", message.numbers),
             packed("I", lengths),

@@ -215,6 +215,7 @@ def job(p: Producer, now: float) -> dict[str, Any]:
         "accepted_tokens": p.accepted_tokens,
         "completed_items": p.completed_items,
         "failed_items": p.failed_items,
+        "cancelled_items": p.cancelled_items,
         "dead_items": p.dead_items,
         "refused_items": p.refused_items,
         "acked_items": p.acked_items,

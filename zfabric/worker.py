@@ -172,6 +172,9 @@ class Worker:
         self._asking: Session | None = None
         self._met = False
         self._refusal: tuple[float, str, str] | None = None
+        # what the broker last refused, so that a refusal that goes on is said once
+        self._said: tuple[str, str] | None = None
+        self._workers_at: str | None = None
         # The loop.
         self._began_s = 0.0
         self._woke_s = 0.0
@@ -291,16 +294,25 @@ class Worker:
                     raise NameInUse(f"{text} at {self.address}; choose another name")
                 raise ConnectError(f"{self.address}: {code}: {text}")
         elif not self._met and now - self._began_s > self._timeout_s:
-            raise ConnectError(
-                f"no broker answered at {self.address} within {self._timeout_s:g} s; start one "
-                "with `zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
-            )
+            raise ConnectError(self._unanswered())
         if not self._session.leaving or self._session.running:
             return False
         if self._session.settled:
             return True
         self._leave_by = self._leave_by or now + LEAVE_S
         return now > self._leave_by
+
+    def _unanswered(self) -> str:
+        """Where an answer was sought, and none came in time."""
+        if self._workers_at is not None:
+            return (
+                f"the broker at {self.address} answered, its port for workers {self._workers_at} "
+                f"did not within {self._timeout_s:g} s; is that port open to this machine?"
+            )
+        return (
+            f"no broker answered at {self.address} within {self._timeout_s:g} s; start one "
+            "with `zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
+        )
 
     def _close(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         polite = not self._session.running
@@ -363,18 +375,21 @@ class Worker:
         asking.leave("found the workers' port")
         self._flush()
         self._asking = None
-        self._connect(format_address(self._host, port))
+        self._workers_at = format_address(self._host, port)
+        self._connect(self._workers_at)
         self._session.open(now)
 
     def _on_news(self, news: News, now: float) -> None:
         if news.fatal is not None:
             self._give_up(*news.fatal)
         for code, text in news.errors:
-            _log.warning("%s: the broker refused: %s: %s", self.name, code, text)
+            if (code, text) != self._said:
+                self._said = code, text
+                _log.warning("%s: the broker refused: %s: %s", self.name, code, text)
             if not self.connected and self._refusal is None:
                 self._refusal = (now, code, text)
         if news.welcomed:
-            self._met, self._refusal = True, None
+            self._met, self._refusal, self._said = True, None, None
             _log.info("%s: connected to %s", self.name, self.address)
         if news.reconnect:
             _log.warning("%s: the broker at %s went away", self.name, self.address)

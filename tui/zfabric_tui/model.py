@@ -13,6 +13,9 @@ from typing import Any
 Snapshot = dict[str, Any]
 # A snapshot older than this many of its own intervals is from a broker that has gone quiet.
 STALE_S = 3.0
+# Widths with which the widest row fits in 80 columns.
+CARD_CHARS, JOB_CHARS = 13, 34
+JOBS_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +45,40 @@ def eta_s(job: dict[str, Any], items_per_s: float | None) -> float | None:
     """Seconds until a job that said how much it will submit is done, at this rate."""
     if not items_per_s or job["expected_items"] is None:
         return None
-    ended = job["completed_items"] + job["dead_items"] + job["refused_items"]
-    left: int = job["expected_items"] - ended
+    left: int = job["expected_items"] - ended_items(job)
     return max(0.0, left / items_per_s)
 
 
+def ended_items(job: dict[str, Any]) -> int:
+    """Items of a job that nothing more will come of; completed ones may have failed."""
+    ended: int = job["completed_items"] + job["dead_items"] + job["refused_items"]
+    return ended
+
+
+def is_over(job: dict[str, Any]) -> bool:
+    """Whether a job is done: all that it said, or all that it left here when it went away."""
+    expected, ended = job["expected_items"], ended_items(job)
+    if expected is not None and ended >= expected:
+        return True
+    return not job["live"] and ended >= job["accepted_items"] + job["refused_items"]
+
+
 def plain(text: str, width: int) -> str:
-    """`text` without anything that a terminal would obey, cut to `width`."""
-    clean = "".join(c if c.isprintable() else "·" for c in text)
-    return clean if len(clean) <= width else clean[: width - 1] + "…"
+    """`text` in one line without anything that a terminal would obey, its middle cut to `width`.
+
+    Names differ at their ends.
+    """
+    clean = "".join(c if c.isprintable() else " " if c.isspace() else "·" for c in text)
+    if len(clean) <= width:
+        return clean
+    left = width // 2
+    return f"{clean[:left]}…{clean[left + 1 - width :]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 item, 2,000 batches."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def amount(value: float | None, unit: str = "") -> str:
@@ -83,16 +111,17 @@ def alarms(snapshot: Snapshot) -> list[str]:
     """What is wrong, worst first; empty when the fabric is healthy."""
     found = []
     if snapshot["residual_items"] or snapshot["residual_tokens"]:
-        found.append(f"RESIDUAL {snapshot['residual_items']} items: the books do not balance")
+        residual = counted(snapshot["residual_items"], "item")
+        found.append(f"RESIDUAL {residual}: the books do not balance")
     for model in snapshot["models"]:
         if model["paused"]:
             found.append(f"{plain(model['model'], 30)} is paused")
         elif model["ready_items"] and not model["workers"]:
             found.append(f"{plain(model['model'], 30)} has work and no worker")
     if snapshot["dead_records"]:
-        found.append(f"{snapshot['dead_records']} dead items: zfabric dead ls")
+        found.append(f"{counted(snapshot['dead_records'], 'dead item')}: zfabric dead ls")
     found += [
-        f"{plain(worker['name'], 30)} is gone with {worker['in_flight']} batches"
+        f"{plain(worker['name'], 30)} is gone with {counted(worker['in_flight'], 'batch')}"
         for worker in snapshot["workers"]
         if worker["in_flight"] and not worker["live"]
     ]
@@ -126,7 +155,7 @@ def overview(snapshot: Snapshot, before: Snapshot | None) -> dict[str, list[str]
 def _padding(s: Snapshot, rate: Rates) -> list[str]:
     return [
         f"waste {percent(s['waste_ratio'])}   fill {percent(s['batch_fill_ratio'])}   "
-        f"{s['waste_verdict']}",
+        f"padding: {s['waste_verdict']}",
         f"real {amount(rate.real_tokens, 'tok/s')}   padded {amount(rate.padded_tokens, 'tok/s')}",
         f"lanes {s['lanes_active']:,}   pressure {percent(s['lane_pressure_ratio'])}   "
         f"shape switches {s['shape_switches_total']:,}",
@@ -142,8 +171,8 @@ def _flow(s: Snapshot) -> list[str]:
 def _cards(s: Snapshot) -> list[str]:
     rows = [
         (
-            plain(w["name"], 16),
-            "live" if w["live"] else "gone",
+            plain(w["name"], CARD_CHARS),
+            plain(w["state"] or "live", CARD_CHARS) if w["live"] else "gone",
             f"{w['in_flight']}/{w['window']}",
             f"{w['items_done']:,}",
             percent(w["batch_fill_ratio"]),
@@ -158,15 +187,26 @@ def _cards(s: Snapshot) -> list[str]:
 
 
 def _jobs(s: Snapshot, rate: Rates) -> list[str]:
-    live = [job for job in s["jobs"] if job["accepted_items"] or job["live"]][:6]
-    share = rate.items if len(live) == 1 else None
-    rows = [
-        (
-            plain(job["name"], 34),
-            f"{job['completed_items']:,}",
-            amount(job["expected_items"]),
-            duration(eta_s(job, share)),
-        )
-        for job in live
-    ]
-    return table(("job", "done", "of", "ETA"), rows) if rows else ["no jobs yet"]
+    shown = [job for job in s["jobs"] if job["accepted_items"] or job["live"]][:JOBS_SHOWN]
+    share = rate.items if sum(not is_over(job) for job in shown) == 1 else None
+    rows = [_job_row(job, share) for job in shown]
+    return table(("job", "done", "of", "failed", "ETA"), rows) if rows else ["no jobs yet"]
+
+
+def _job_row(job: dict[str, Any], items_per_s: float | None) -> tuple[str, ...]:
+    ended, expected, over = ended_items(job), job["expected_items"], is_over(job)
+    # A job that ended early, or was one part of several, is no longer on its way to that number.
+    known = expected is not None and not (over and ended < expected)
+    return (
+        plain(job["name"], JOB_CHARS),
+        f"{ended:,}",
+        f"{expected:,}" if known else "-",
+        f"{_not_done(job):,}",
+        "ended" if over else duration(eta_s(job, items_per_s)),
+    )
+
+
+def _not_done(job: dict[str, Any]) -> int:
+    """Items of a job that ended without a completion."""
+    ends = ("failed_items", "cancelled_items", "dead_items", "refused_items")
+    return sum(job[end] for end in ends)

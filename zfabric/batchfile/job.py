@@ -3,8 +3,9 @@
 The broker knows a run by its job name and its items by line number, so a resumed run must use the
 name of the run that it continues, and any other run must not: a broker that remembers the name
 would take new items for old ones. So the name holds a generation, drawn at random for a fresh run
-and again when requests that the broker has answered are sent once more. It is kept in
-`<output>.zfabric.json`, beside the identity of the input, written atomically.
+and again when requests that the broker has answered, or holds for another model, are sent once
+more. It is kept in `<output>.zfabric.json`, beside the identity of the input, the override of the
+model and the errors file, for whose rows it vouches; written atomically.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from zfabric.shapes import NAME_BYTES_MAX
 
 SIDECAR_VERSION = 1
 SIDECAR_SUFFIX = ".zfabric.json"
-ERRORS_SUFFIX = ".errors.jsonl"
+OUTPUT_SUFFIX, ERRORS_SUFFIX = ".jsonl", ".errors.jsonl"
+OTHER_ERRORS_SUFFIX = ".errors"
 # Enough of the first line to tell two inputs apart; a line may be 64 MiB.
 FIRST_LINE_BYTES = 65_536
 GENERATION_BYTES = 4
@@ -63,18 +65,28 @@ class InputIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run and those that resume it. `errors` is the path of its errors file."""
+    """One run and those that resume it.
+
+    `errors` is the path of its errors file, `model` what replaces the model of every request.
+    """
 
     name: str
     generation: str
     input: InputIdentity
     errors: str
+    model: str | None = None
 
     @classmethod
-    def fresh(cls, output: Path, identity: InputIdentity, errors: Path) -> Job:
+    def fresh(
+        cls, output: Path, identity: InputIdentity, errors: Path, model: str | None = None
+    ) -> Job:
         """A job that no broker has seen before."""
         generation = secrets.token_hex(GENERATION_BYTES)
-        return cls(job_name(output, generation), generation, identity, str(errors))
+        return cls(job_name(output, generation), generation, identity, str(errors), model)
+
+    def renewed(self, output: Path) -> Job:
+        """The same job under a name that no broker has seen before."""
+        return Job.fresh(output, self.input, Path(self.errors), self.model)
 
     def save(self, output: Path) -> None:
         """Write the sidecar of `output`, atomically. Raises ConfigError if that fails."""
@@ -103,8 +115,30 @@ def job_name(output: Path, generation: str) -> str:
 
 
 def errors_path_for(output: Path) -> Path:
-    """Where failures go when no errors file is named: out.jsonl has out.errors.jsonl."""
-    return output.with_suffix(ERRORS_SUFFIX)
+    """Where failures go when no errors file is named; no two outputs have the same.
+
+    out.jsonl has out.errors.jsonl; any other name has .errors appended: out.json.errors.
+    """
+    if output.name.endswith(OUTPUT_SUFFIX):
+        return output.with_name(output.name.removesuffix(OUTPUT_SUFFIX) + ERRORS_SUFFIX)
+    return output.with_name(output.name + OTHER_ERRORS_SUFFIX)
+
+
+def claimant_of(errors: Path, output: Path) -> Path | None:
+    """Another output whose job keeps its failures in `errors`, or None.
+
+    Jobs are sought where the two files are; a job elsewhere is not found.
+    """
+    own = sidecar_path(output)
+    for folder in {errors.parent, output.parent}:
+        for path in sorted(folder.glob("*" + SIDECAR_SUFFIX)):
+            other = path.with_name(path.name.removesuffix(SIDECAR_SUFFIX))
+            if path == own or not other.exists():
+                continue
+            job = load_job(other, strict=False)
+            if job is not None and Path(job.errors) == errors:
+                return other
+    return None
 
 
 def sidecar_path(output: Path) -> Path:
@@ -131,7 +165,8 @@ def _job(output: Path, row: dict[str, Any]) -> Job:
         if row["version"] != SIDECAR_VERSION:
             raise ValueError(f"version {row['version']!r}")
         identity = InputIdentity(**row["input"])
-        return Job(str(row["name"]), str(row["generation"]), identity, str(row["errors"]))
+        texts = (str(row["name"]), str(row["generation"]))
+        return Job(*texts, identity, str(row["errors"]), row.get("model"))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{sidecar_path(output)} is not a job of this version ({error}); "

@@ -18,6 +18,7 @@ from zfabric.batchfile.digests import DigestSet
 from zfabric.batchfile.job import (
     InputIdentity,
     Job,
+    claimant_of,
     errors_path_for,
     holder_of,
     load_job,
@@ -30,6 +31,14 @@ from zfabric.batchfile.rows import InUse, Row, RowFile, Scan
 from zfabric.errors import ConfigError, StorageError
 
 STATUS_OK = 200
+# What a response body of each endpoint cannot be without.
+LIST_OF = {
+    "/v1/chat/completions": "choices",
+    "/v1/completions": "choices",
+    "/v1/embeddings": "data",
+}
+# Failures of earlier runs that an operator may still have retried: as many as are remembered.
+DEAD_IDS_MAX = 100_000
 
 
 class BatchOutput:
@@ -41,9 +50,14 @@ class BatchOutput:
         self.results_total = 0
         self.failures_total = 0
         self.bad_lines_total = 0
+        # whether the job has a new name because its requests go to another model now
+        self.model_changed = False
+        # custom_ids of earlier runs: dead items, and failures that have a result as well
+        self.dead: set[str] = set()
+        self.outdated: set[str] = set()
         self._output = output
         self._errors = errors
-        self._done = DigestSet()
+        self._done, self._failed = DigestSet(), DigestSet()
 
     @classmethod
     def open(
@@ -56,14 +70,17 @@ class BatchOutput:
         overwrite: bool = False,
         retry_failed: bool = False,
         force: bool = False,
+        model: str | None = None,
     ) -> Self:
         """Lock both files and prepare them: empty, overwritten, or resumed.
 
         `resume` keeps every whole row, cuts what a crash has torn, and skips what is done; with
         nothing there it starts afresh. `retry_failed` resumes too, but drops the failures, to be
         run again under a new generation of the job. `force` resumes with another input or errors
-        file. Raises ConfigError: a non-empty file without `resume` or `overwrite`, another input,
-        a foreign file, or files in use by another run (naming its pid).
+        file. `model` is what replaces the model of every request: where it is not what it was,
+        what is not done is to be sent again, so the job gets a new generation. Raises ConfigError:
+        a non-empty file without `resume` or `overwrite`, another input, a foreign file, an errors
+        file that another run wrote, or files in use by another run (naming its pid).
         """
         resume = resume or retry_failed
         if resume and overwrite:
@@ -84,8 +101,9 @@ class BatchOutput:
                 same = None
             errors_file = _open(errors, output)
             undo.callback(errors_file.close)
-            fresh = Job.fresh(output, identity, errors)
+            fresh = Job.fresh(output, identity, errors, model)
             opened = cls(output_file, errors_file, fresh, job.name if job else None)
+            opened._refuse_others_errors(job)
             if overwrite:
                 opened._empty()
             elif resume:
@@ -117,21 +135,32 @@ class BatchOutput:
         return custom_id in self._done
 
     def write_result(
-        self, line_number: int, custom_id: str, body: bytes, *, request_id: str | None = None
+        self,
+        line_number: int,
+        custom_id: str,
+        body: bytes,
+        *,
+        url: str | None = None,
+        request_id: str | None = None,
     ) -> bool:
         """Append a result, `body` being the response as JSON; False if the id is done already.
 
-        A body that is not JSON is written as a failure, `bad_result`. Raises StorageError.
+        A body that is not JSON, or none of the endpoint `url`, is written as a failure,
+        `bad_result`. Raises StorageError.
         """
         try:
+            answer = parse_json(body)
+            wanted = LIST_OF.get(url or "")
+            if wanted and not (isinstance(answer, dict) and type(answer.get(wanted)) is list):
+                raise ValueError(f"it is no response of {url}, which has a list {wanted!r}")
             response = {
                 "status_code": STATUS_OK,
                 "request_id": request_id or f"req_{self._line_id(line_number)}",
-                "body": parse_json(body),
+                "body": answer,
             }
             row = compact_json(self._row(line_number, custom_id, response, None))
         except ValueError as error:
-            text = f"the engine's result is not JSON: {error}"
+            text = f"the engine's result cannot be used: {error}"
             return self.write_failure(line_number, custom_id, "bad_result", text)
         if not self._done.add(custom_id):
             return False
@@ -187,15 +216,32 @@ class BatchOutput:
                     "--overwrite"
                 )
 
+    def _refuse_others_errors(self, job: Job | None) -> None:
+        """Rows of the errors file must be this job's: neither trusted nor erased otherwise."""
+        errors = self._errors.path
+        other = claimant_of(errors, self._output.path)
+        if other is not None:
+            raise ConfigError(
+                f"{errors} is the errors file of {other}; name another one with --errors"
+            )
+        if self._errors.size_bytes and (job is None or Path(job.errors) != errors):
+            raise ConfigError(
+                f"{errors} has rows, and nothing says that a run of {self._output.path} wrote "
+                "them; remove it, or name another one with --errors"
+            )
+
     def _empty(self) -> None:
-        """Forget the old job before its rows, so that no crash leaves the one without the other."""
+        """Erase the failures while the old job vouches for them, then the job, then its results.
+
+        So no crash leaves results of an old job to a new one, or failures to nobody.
+        """
+        self._errors.truncate(0)
         path = sidecar_path(self._output.path)
         try:
             path.unlink(missing_ok=True)
             sync_directory(path.parent)
         except OSError as error:
             raise StorageError(f"cannot remove {path}: {error.strerror}") from None
-        self._errors.truncate(0)
         self._output.truncate(0)
 
     def _resume(self, same: Job | None, *, known: bool, retry_failed: bool) -> None:
@@ -206,23 +252,33 @@ class BatchOutput:
         """
 
         def take_error(row: Row) -> None:
-            self._take_error(row, retry_failed=retry_failed, same_lines=same is not None)
+            same_lines = same is not None and same.model == self.job.model
+            self._take_error(row, retry_failed=retry_failed, same_lines=same_lines)
 
         scans = (self._output.scan(self._take_result), self._errors.scan(take_error))
         for file, scan in zip((self._output, self._errors), scans, strict=True):
             if not known:
                 _refuse_foreign(file, scan)
         retry_failed = retry_failed and self.failures_total > 0
-        if same and not retry_failed and all(scan.tail_only for scan in scans):
+        self.model_changed = same is not None and same.model != self.job.model
+        whole = all(scan.tail_only for scan in scans)
+        if same and whole and not retry_failed and not self.model_changed:
             self.job = same
         # The name first: were rows dropped before it, a crash between would keep the old name.
         self.job.save(self._output.path)
         _repair(self._output, scans[0])
-        if retry_failed:
-            self._errors.rewrite(_is_bad_line)
-            self.failures_total = 0
+        if retry_failed or (self.model_changed and self.bad_lines_total):
+            self._drop_errors(failures=retry_failed, bad_lines=self.model_changed)
         else:
             _repair(self._errors, scans[1])
+
+    def _drop_errors(self, *, failures: bool, bad_lines: bool) -> None:
+        """What is to be tried again. Which lines are bad depends on the override of the model."""
+        self._errors.rewrite(lambda row: not (bad_lines if _is_bad_line(row) else failures))
+        if failures:
+            self.failures_total = 0
+        if bad_lines:
+            self.bad_lines_total = 0
 
     def _take_result(self, row: Row) -> None:
         self._done.add(_text(row["custom_id"]))
@@ -234,9 +290,16 @@ class BatchOutput:
             if same_lines:
                 self._done.add(_line_key(row["line"]))
             return
+        custom_id = _text(row["custom_id"])
+        if custom_id in self._done and custom_id not in self._failed:
+            self.outdated.add(row["custom_id"])
+            return
         self.failures_total += 1
+        self._failed.add(custom_id)
         if not retry_failed:
-            self._done.add(_text(row["custom_id"]))
+            self._done.add(custom_id)
+            if _code(row) == "dead" and len(self.dead) < DEAD_IDS_MAX:
+                self.dead.add(row["custom_id"])
 
 
 def _differs(job: Job, identity: InputIdentity, errors: Path, force: bool) -> bool:
@@ -281,6 +344,11 @@ def _repair(file: RowFile, scan: Scan) -> None:
 
 def _is_bad_line(row: Row) -> bool:
     return type(row.get("line")) is int
+
+
+def _code(row: Row) -> object:
+    error = row.get("error")
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _line_key(line_number: int) -> bytes:

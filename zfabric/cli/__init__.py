@@ -9,7 +9,6 @@ for `--help`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from zfabric.cli import (
     top,
     worker,
 )
+from zfabric.cli.parser import Parser
 from zfabric.errors import (
     ConfigError,
     ConnectError,
@@ -62,7 +62,7 @@ exit codes: 0 done; 1 work failed; 2 usage or configuration; 3 broker not reache
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = common.Parser(prog="zfabric", description=DESCRIPTION, epilog=EPILOG)
+    parser = Parser(prog="zfabric", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"zfabric {zfabric.__version__}")
     common.add_traceback(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -75,17 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and never raises for what a user can cause."""
     wants_traceback = "--traceback" in (sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser().parse_args(argv)
-        code: int = args.run(args)
-        sys.stdout.flush()
+        code = _run(argv)
+        common.put()
         return code
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_SIGINT
     except BrokenPipeError:
-        # The reader of our output has gone, as `head` does; Python must not try to flush to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has gone, as `head` does.
+        common.silence()
         return EXIT_SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge: every error becomes one line and a code
         if wants_traceback:
@@ -95,9 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code(error)
 
 
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+        code: int = args.run(args)
+        return code
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else EXIT_USAGE
+
+
 def exit_code(error: Exception) -> int:
     """What an error that ended a command means to a script."""
-    if isinstance(error, ConfigError | NameInUse):
+    if isinstance(error, ConfigError | NameInUse | common.OutputError):
         return EXIT_USAGE
     if isinstance(error, TimeoutExpired):
         return EXIT_TIMEOUT

@@ -17,7 +17,7 @@ from zfabric.cli.progress import reporter
 from zfabric.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zfabric.batchrun import Summary
+    from zfabric.batchoptions import Summary
 
 STOPPING = b"\nzfabric: stopping; what the broker has taken stays there (again to end at once)\n"
 TEXT = """
@@ -25,7 +25,9 @@ Run an OpenAI Batch file: one request a line (custom_id, method, url, body) for
 /v1/chat/completions, /v1/completions or /v1/embeddings. Results are appended to the output as
 they come, one row a line of the input; failures and bad lines go to the errors file. After any
 kind of crash, --resume goes on where the run stopped: what is queued at the broker is adopted, and
-no custom_id is written twice. Progress goes to standard error, the summary of --json to standard
+no custom_id is written twice. With another --model than before, what is queued is cancelled and
+sent again. Dead items that were requeued (zfabric dead requeue) replace their failures, also with
+--resume once the run has ended. Progress goes to standard error, the summary of --json to standard
 output. Exit code 1 means that some lines have no result.
 """
 
@@ -39,7 +41,11 @@ def add(commands: common.Commands) -> None:
     flag = parser.add_argument
     flag("-i", "--input", required=True, metavar="FILE", help="requests, one a line")
     flag("-o", "--output", required=True, metavar="FILE", help="results, one a line, appended")
-    flag("--errors", metavar="FILE", help="failures and bad lines (default: OUTPUT.errors.jsonl)")
+    flag(
+        "--errors",
+        metavar="FILE",
+        help="failures and bad lines (default: out.errors.jsonl for out.jsonl, else OUTPUT.errors)",
+    )
     flag("--model", metavar="NAME", help="replace the model of every request")
     flag("--resume", action="store_true", help="go on with a run; skip what the output has")
     flag("--retry-failed", action="store_true", help="resume, and run the failures once more")

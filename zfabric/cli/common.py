@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import socket
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from zfabric import config as configuration
-from zfabric.errors import ConfigError, FabricError
+from zfabric.errors import ConfigError, ConnectError, FabricError
 
 if TYPE_CHECKING:
     from zfabric.client import Client
@@ -22,25 +26,14 @@ if TYPE_CHECKING:
 Commands = Any
 # A cell longer than this would push the others off the screen.
 CELL_CHARS_MAX = 64
+# A name cut shorter than this says too little.
+NAME_CHARS_MIN = 12
 # Requests that the broker refused because of what was asked, not of what happened.
 USAGE_CODES = ("malformed", "not_found", "ambiguous", "unknown_request", "in_use")
 
 
-def _layout(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the layout of our texts and errs in one line."""
-
-    def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", _layout)
-        options.setdefault("allow_abbrev", False)
-        super().__init__(**options)
-
-    def error(self, message: str) -> NoReturn:
-        """One line that names the way to more."""
-        raise ConfigError(f"{message}; see {self.prog} --help")
+class OutputError(FabricError):
+    """Standard output takes nothing: its disk is full, or it was closed."""
 
 
 def add_command(
@@ -52,10 +45,23 @@ def add_command(
     example: str,
 ) -> argparse.ArgumentParser:
     """A command with its help: what it does, and one example."""
+    parser = _add(commands, name, summary, text, example)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_group(commands: Commands, name: str, summary: str, text: str, example: str) -> Commands:
+    """A command that has commands of its own; where to add them."""
+    parser = _add(commands, name, summary, text, example)
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def _add(
+    commands: Commands, name: str, summary: str, text: str, example: str
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=text.strip(), epilog=f"example:\n  {example}"
     )
-    parser.set_defaults(run=run)
     add_traceback(parser)
     return parser
 
@@ -66,9 +72,9 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
     """The flag for output that programs read."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def add_broker(parser: argparse.ArgumentParser) -> None:
@@ -83,15 +89,26 @@ def load(args: argparse.Namespace) -> configuration.Config:
 
 @contextmanager
 def operator(args: argparse.Namespace) -> Iterator[Client]:
-    """A connection that asks and orders but submits nothing."""
-    from zfabric.client import Client
-
-    settings = load(args).client
-    client = Client(settings.broker, role="operator", timeout_s=settings.timeout_s)
+    """A connection that asks and orders but submits nothing. Raises ConnectError."""
+    client = connect(load(args).client)
     try:
         yield client
     finally:
         client.close()
+
+
+def connect(settings: configuration.ClientConfig) -> Client:
+    """An operator's connection. Raises ConnectError: at once where nothing listens."""
+    from zfabric.client import Client
+
+    try:
+        socket.create_connection(settings.address, timeout=settings.timeout_s).close()
+    except OSError as error:
+        raise ConnectError(
+            f"no broker answered at {settings.broker}: {error.strerror or error}; start one with "
+            "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
+        ) from None
+    return Client(settings.broker, role="operator", timeout_s=settings.timeout_s)
 
 
 def ask(args: argparse.Namespace, op: str, **arguments: Any) -> Any:
@@ -120,8 +137,29 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Data: to standard output."""
-    print(text, flush=True)
+    """Data: to standard output. Raises OutputError."""
+    put(text + "\n")
+
+
+def put(text: str = "") -> None:
+    """Write to standard output, and what it holds back. Raises OutputError or BrokenPipeError."""
+    if sys.stdout is None:
+        if text:
+            raise OutputError("cannot write to standard output: it is closed")
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence()
+        raise OutputError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def silence() -> None:
+    """Python must not try again to write what standard output did not take."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_json(value: object, *, indent: int | None = 2) -> None:
@@ -130,8 +168,17 @@ def show_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def clean(text: object) -> str:
-    """`text` without control characters, so that a peer's name cannot move the cursor."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))
+    """`text` in one line without control characters: a peer's name cannot move the cursor."""
+    line = str(text).replace("\r\n", "\n")
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in line)
+
+
+def middle(text: str, width: int) -> str:
+    """`text` cut to `width` in its middle: names differ at their ends."""
+    if len(text) <= width:
+        return text
+    left = width // 2
+    return f"{text[:left]}…{text[left + 1 - width :]}"
 
 
 def cell(value: object) -> str:
@@ -144,8 +191,19 @@ def cell(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    text = clean(value)
-    return text if len(text) <= CELL_CHARS_MAX else text[: CELL_CHARS_MAX - 1] + "…"
+    return middle(clean(value), CELL_CHARS_MAX)
+
+
+def counted(number: int, noun: str) -> str:
+    """1 item, 2,000 batches."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def size(count: float) -> str:
+    """Bytes in few characters: 0 B, 4.29 GB."""
+    text = short(count)
+    return f"{text}B" if " " in text else f"{text} B"
 
 
 def percent(ratio: float | None) -> str:
@@ -175,22 +233,48 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns: numbers to the right, text to the left."""
+def columns() -> int | None:
+    """Width of the terminal that data goes to; None where it goes to a file or a program."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Sequence[str] = ()
+) -> str:
+    """Aligned columns: numbers to the right, text to the left.
+
+    A terminal that is too narrow gets it without the columns named in `spare`, as few of them as
+    must be, in that order; then the widest column is cut.
+    """
     raw = [list(row) for row in rows]
     texts = [
         [each if isinstance(each, str) and not each else cell(each) for each in row] for row in raw
     ]
     widths = [max(map(len, column)) for column in zip(headers, *texts, strict=True)]
     right = [bool(raw) and all(_is_number(row[k]) for row in raw) for k in range(len(headers))]
+    shown, over = _fitting(headers, widths, spare)
+    widest = max(shown, key=widths.__getitem__)
+    if over > 0:
+        widths[widest] = max(min(widths[widest], NAME_CHARS_MIN), widths[widest] - over)
     lines = []
     for row in (list(headers), *texts):
-        cells = [
-            text.rjust(width) if numeric else text.ljust(width)
-            for text, width, numeric in zip(row, widths, right, strict=True)
-        ]
+        row[widest] = middle(row[widest], widths[widest])
+        cells = [row[k].rjust(widths[k]) if right[k] else row[k].ljust(widths[k]) for k in shown]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _fitting(
+    headers: Sequence[str], widths: Sequence[int], spare: Sequence[str]
+) -> tuple[list[int], int]:
+    """Which columns to show, and by how much they are still too wide."""
+    shown, limit = list(range(len(headers))), columns()
+    if limit is None:
+        return shown, 0
+    dropping = [headers.index(name) for name in spare]
+    while (over := sum(widths[k] + 2 for k in shown) - 2 - limit) > 0 and dropping:
+        shown.remove(dropping.pop(0))
+    return shown, over
 
 
 def _is_number(value: object) -> bool:
@@ -202,7 +286,13 @@ def _is_number(value: object) -> bool:
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values, one pair a line, values aligned."""
-    known = list(rows)
+    """Names and values, one pair a line, values aligned and wrapped to the terminal."""
+    known, limit = list(rows), columns()
     width = max((len(name) for name, _ in known), default=0)
-    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in known)
+    lines = []
+    for name, value in known:
+        room = max(NAME_CHARS_MIN, (limit or sys.maxsize) - width - 2)
+        first, *rest = textwrap.wrap(value, room) or [""]
+        lines.append(f"{name.ljust(width)}  {first}".rstrip())
+        lines += [f"{' ' * width}  {more}" for more in rest]
+    return "\n".join(lines)

@@ -17,19 +17,20 @@ config.toml, defaults.
 
 def add(commands: common.Commands) -> None:
     """Add the commands."""
-    parser = commands.add_parser(
+    within = common.add_group(
+        commands,
         "config",
-        help="settings: show them, or write a file of them",
-        description=TEXT.strip(),
-        epilog="example:\n  zfabric config show --origin",
+        "settings: show them, or write a file of them",
+        TEXT,
+        "zfabric config show --origin",
     )
-    within = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show = common.add_command(
         within,
         "show",
         run_show,
         "print every setting",
-        "Print every setting that is in force here.",
+        "Print every setting that is in force here, as lines of TOML; with --json, typed values,\n"
+        "null where there is none.",
         "zfabric config show --origin",
     )
     show.add_argument("--origin", action="store_true", help="say where each value came from")
@@ -39,7 +40,8 @@ def add(commands: common.Commands) -> None:
         "init",
         run_init,
         "write ./zfabric.toml",
-        f"Write ./{configuration.FILE_NAME} with every setting at its default, and what it means.",
+        f"Write ./{configuration.FILE_NAME} with what every setting means and its default,\n"
+        "commented out.",
         "zfabric config init",
     )
     init.add_argument("--stdout", action="store_true", help="print it instead")
@@ -49,12 +51,18 @@ def run_show(args: argparse.Namespace) -> int:
     """Print every setting."""
     rows = configuration.show(common.load(args))
     if args.json:
-        common.show_json({name: {"value": value, "origin": at} for name, value, at in rows})
-    elif args.origin:
-        width = max(len(f"{name} = {value}") for name, value, _ in rows)
-        common.show("\n".join(f"{f'{n} = {v}'.ljust(width)}  # {at}" for n, v, at in rows))
-    else:
-        common.show("\n".join(f"{name} = {value}".rstrip() for name, value, _ in rows))
+        common.show_json({k.full_name: {"value": value, "origin": at} for k, value, at in rows})
+        return 0
+    lines = [
+        f"# {key.full_name} is not set" if value is None else f"{key.full_name} = {key.toml(value)}"
+        for key, value, _ in rows
+    ]
+    if args.origin:
+        width = max(map(len, lines))
+        lines = [
+            f"{line.ljust(width)}  # {at}" for line, (_, _, at) in zip(lines, rows, strict=True)
+        ]
+    common.show("\n".join(lines))
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,12 +19,14 @@ from zfabric.cli import common
 from zfabric.cli.batch import in_words, stopping
 from zfabric.cli.children import Children
 from zfabric.cli.common import percent
+from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
-from zfabric.cli.top import watch
-from zfabric.errors import ConfigError, TimeoutExpired
+from zfabric.cli.top import on_terminal, watch
+from zfabric.config import KEYS, ClientConfig
+from zfabric.errors import TimeoutExpired
 
 if TYPE_CHECKING:
-    from zfabric.batchrun import Summary
+    from zfabric.batchoptions import Summary
     from zfabric.batchwatch import Progress
 
 OUT = Path("demo-out")
@@ -55,11 +56,12 @@ def add(commands: common.Commands) -> None:
         "zfabric demo --workers 2 --items 2000",
     )
     flag = parser.add_argument
-    flag("--items", type=int, metavar="N", help="requests to run (default: what there is)")
-    flag("--workers", type=int, default=2, metavar="N", help="workers (default: 2)")
+    flag("--items", type=count, metavar="N", help="requests to run (default: what there is)")
+    flag("--workers", type=count, default=2, metavar="N", help="workers (default: 2)")
     flag("--engine", default="sim", metavar="NAME", help="engine of the workers (default: sim)")
     flag("--model", default="demo", metavar="NAME", help="model name to use (default: demo)")
-    flag("--policy", choices=("lanes", "shape", "fifo"), default="lanes", help="order of work")
+    policies = KEYS["broker.policy"].choices
+    flag("--policy", choices=policies, default="lanes", help="order of work (default: lanes)")
     flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
     flag("--headless", action="store_true", help="plain lines in place of the dashboard")
     common.add_json(parser)
@@ -67,8 +69,6 @@ def add(commands: common.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it all; 0 if every request has its result and the books balance."""
-    if args.workers < 1 or (args.items is not None and args.items < 1):
-        raise ConfigError("--workers and --items must be at least 1")
     from zfabric.cli.prompts import write_batch_file
     from zfabric_workers import engine_factory
 
@@ -84,15 +84,16 @@ def run(args: argparse.Namespace) -> int:
         address = _start(children, args, opts)
         summary, signals = _work(address, source, output, args)
         status = _status(address)
+    balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
+    ok = summary.ok and summary.done == items and balanced
     if args.json:
-        common.show_json({"summary": dataclasses.asdict(summary), "status": status})
+        common.show_json({"ok": ok, "summary": dataclasses.asdict(summary), "status": status})
     else:
         common.show(_report(summary, status, args))
     common.say(in_words(summary))
     if signals:
         return 128 + signals[0]
-    balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
-    return 0 if summary.ok and summary.done == items and balanced else 1
+    return 0 if ok else 1
 
 
 def _work(
@@ -102,9 +103,7 @@ def _work(
     from zfabric.batchrun import run_batch
 
     lines = reporter(plain=args.headless)
-    screen = not (args.headless or args.json) and all(
-        stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
-    )
+    screen = not (args.headless or args.json) and on_terminal()
     drawn = threading.Event()
 
     def progress(now: Progress) -> None:
@@ -128,7 +127,8 @@ def _work(
             with ThreadPoolExecutor(1) as pool:
                 drawn.set()
                 running = pool.submit(job)
-                watch(address, START_S, ends=running.done)
+                where = ClientConfig(broker=address, timeout_s=START_S)
+                watch(where, ends=running.done)
                 drawn.clear()
                 return running.result(), signals
         finally:

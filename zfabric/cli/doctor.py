@@ -215,7 +215,7 @@ def _disk(settings: Config) -> Iterator[Finding]:
         return
     writable = os.access(place, os.W_OK)
     good = free >= DISK_BYTES_MIN and writable
-    found = f"{common.short(free)}B free at {place}" + ("" if writable else ", not writable")
+    found = f"{common.size(free)} free at {place}" + ("" if writable else ", not writable")
     fix = "" if good else "results are written here: make room, or run elsewhere"
     yield Finding("disk", OK if good else WARN, found, fix)
 

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zfabric.cli import common
-from zfabric.cli.common import duration, percent, short
+from zfabric.cli.common import counted, duration, percent, size
+from zfabric.cli.parser import count
 
 Map = Mapping[str, Any]
 
 # `events --follow` asks this often; the broker keeps far more events than come in between.
 FOLLOW_S = 0.5
 LANES_SHOWN = 50
+JSON_LINES = "print JSON, one object a line"
 
 
 def add(commands: common.Commands) -> None:
@@ -25,7 +27,8 @@ def add(commands: common.Commands) -> None:
             run_status,
             "the whole fabric at a glance",
             "Show the broker's books: what was accepted, what became of it, what padding and\n"
-            "cache misses cost. With --json, every figure that there is, unrounded.",
+            "cache misses cost. A narrow terminal gets fewer columns; --json has every figure,\n"
+            "unrounded.",
             "zfabric status --json | jq .residual_items",
         ),
         (
@@ -62,22 +65,15 @@ def add(commands: common.Commands) -> None:
         ),
     ):
         parser = common.add_command(commands, name, run, summary, text, example)
-        common.add_json(parser)
+        common.add_json(parser, JSON_LINES if name == "events" else "print JSON")
         common.add_broker(parser)
         if name == "shapes":
-            parser.add_argument("--top", type=_count, metavar="N", help="at most N shapes")
+            parser.add_argument("--top", type=count, metavar="N", help="at most N shapes")
         elif name == "lanes":
             parser.add_argument("--model", metavar="NAME", help="of this model")
             parser.add_argument("--shape", metavar="PREFIX", help="start of its signature")
         elif name == "events":
             parser.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -136,13 +132,14 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
     yield (
         "padding",
         f"{percent(status['waste_ratio'])} waste, {percent(status['batch_fill_ratio'])} fill, "
-        f"{status['batches']:,} batches: {common.clean(status['waste_verdict'])}",
+        f"{counted(status['batches'], 'batch')}, verdict: {common.clean(status['waste_verdict'])}",
     )
     yield (
         "lanes",
         f"{status['lanes_active']:,} active (limit {status['lanes_limit']:,} a shape), pressure "
-        f"{percent(status['lane_pressure_ratio'])}, {status['lanes_opened_total']:,} opened, "
-        f"{status['lanes_reused_total']:,} reused, {status['lanes_forced_total']:,} forced",
+        f"{percent(status['lane_pressure_ratio'])}; {status['lanes_opened_total']:,} opened, "
+        f"{counted(status['lanes_reused_total'], 'item')} to lanes that were open, "
+        f"{status['lanes_forced_total']:,} forced",
     )
     yield (
         "shapes",
@@ -152,11 +149,12 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
     yield (
         "faults",
         f"{status['redeliveries_total']:,} redelivered, {status['duplicates_total']:,} duplicates, "
-        f"{status['failed_items']:,} failed, {status['dead_records']:,} dead letters",
+        f"{status['failed_items']:,} failed, {status['cancelled_items']:,} cancelled, "
+        f"{status['refused_items']:,} refused, {status['dead_records']:,} dead",
     )
     yield (
         "held",
-        f"{short(held)}B of {short(limit)}B, oldest {duration(status['oldest_item_age_s'])}",
+        f"{size(held)} of {size(limit)}, oldest {duration(status['oldest_item_age_s'])}",
     )
 
 
@@ -165,17 +163,22 @@ def jobs_text(jobs: Iterable[Map]) -> str:
     rows = [
         [
             row["name"],
-            "yes" if row["live"] else duration(row["seen_age_s"]) + " ago",
+            "yes" if row["live"] else f"left {duration(row['seen_age_s'])} ago",
             row["accepted_items"],
             row["completed_items"],
-            row["failed_items"] + row["refused_items"],
+            row["failed_items"],
+            row["cancelled_items"],
+            row["refused_items"],
             row["dead_items"],
             row["outbox_items"],
         ]
         for row in jobs
     ]
-    headers = ("producer", "connected", "accepted", "completed", "failed", "dead", "unread")
-    return common.table(headers, rows)
+    headers = (
+        *("producer", "connected", "accepted", "completed", "failed", "cancelled", "refused"),
+        *("dead", "unread"),
+    )
+    return common.table(headers, rows, spare=("unread", "refused"))
 
 
 def run_shapes(args: argparse.Namespace) -> int:
@@ -205,7 +208,8 @@ def run_shapes(args: argparse.Namespace) -> int:
         ]
         for row in rows
     ]
-    common.show(common.table(headers, texts))
+    spare = ("prefix tok", "pressure", "accepted", "lanes", "pending", "oldest")
+    common.show(common.table(headers, texts, spare=spare))
     return 0
 
 
@@ -250,7 +254,9 @@ def workers_text(rows: Iterable[Map]) -> str:
         *("worker", "model", "engine", "contract", "state", "in flight", "done"),
         *("fill", "cache hits", "last 10 s", "ideal", "measured by", "heartbeat"),
     )
-    return common.table(headers, [_worker_row(row) for row in rows])
+    # What is left always says by whom it was measured.
+    spare = ("contract", "ideal", "last 10 s", "engine", "model", "heartbeat")
+    return common.table(headers, [_worker_row(row) for row in rows], spare=spare)
 
 
 def _worker_row(row: Map) -> list[object]:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from zfabric.cli import common
-from zfabric.cli.common import duration
+from zfabric.cli.common import counted, duration
+from zfabric.cli.parser import count
 from zfabric.errors import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
+PRODUCER = "its name, as `zfabric producers ls` shows it"
 
 
 def add(commands: common.Commands) -> None:
@@ -36,7 +38,7 @@ def add(commands: common.Commands) -> None:
             text,
             f"zfabric {name} tiny",
         )
-        parser.add_argument("model", metavar="MODEL")
+        parser.add_argument("model", metavar="MODEL", help="its name, as `zfabric status` shows it")
     _add_dead(commands)
     _add_producers(commands)
 
@@ -50,17 +52,8 @@ def _command(
     return parser
 
 
-def _group(
-    commands: common.Commands, name: str, summary: str, text: str, example: str
-) -> common.Commands:
-    parser = commands.add_parser(
-        name, help=summary, description=text.strip(), epilog=f"example:\n  {example}"
-    )
-    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-
 def _add_dead(commands: common.Commands) -> None:
-    within = _group(
+    within = common.add_group(
         commands,
         "dead",
         "items that were given up",
@@ -71,7 +64,7 @@ def _add_dead(commands: common.Commands) -> None:
     parser = _command(
         within, "ls", run_dead_ls, "list them", "List dead items and why.", "zfabric dead ls --json"
     )
-    parser.add_argument("--top", type=int, metavar="N", help="at most N records")
+    parser.add_argument("--top", type=count, metavar="N", help="at most N items")
     for name, run, text in (
         ("requeue", run_dead_requeue, "Run dead items once more, as new items."),
         ("drop", run_dead_drop, "Forget dead items for good."),
@@ -84,7 +77,7 @@ def _add_dead(commands: common.Commands) -> None:
 
 
 def _add_producers(commands: common.Commands) -> None:
-    within = _group(
+    within = common.add_group(
         commands,
         "producers",
         "jobs and other producers",
@@ -99,7 +92,7 @@ def _add_producers(commands: common.Commands) -> None:
         "List the producers, what they submitted and what came of it.",
         "zfabric producers ls",
     )
-    parser.add_argument("--top", type=int, metavar="N", help="the N newest")
+    parser.add_argument("--top", type=count, metavar="N", help="the N newest")
     parser = _command(
         within,
         "cancel",
@@ -108,7 +101,7 @@ def _add_producers(commands: common.Commands) -> None:
         "End every item of a producer that is not with a worker yet, as cancelled.",
         "zfabric producers cancel nightly-eval",
     )
-    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("name", metavar="NAME", help=PRODUCER)
     parser = _command(
         within,
         "forget",
@@ -117,7 +110,7 @@ def _add_producers(commands: common.Commands) -> None:
         "Forget a producer that is not connected, and the results that it has not fetched.",
         "zfabric producers forget nightly-eval --force",
     )
-    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("name", metavar="NAME", help=PRODUCER)
     parser.add_argument("--force", action="store_true", help="although items have not ended")
 
 
@@ -132,7 +125,7 @@ def _answer(args: argparse.Namespace, answer: Any, text: str) -> int:
 def run_drain(args: argparse.Namespace) -> int:
     """End the broker."""
     answer = common.ask(args, "drain")
-    return _answer(args, answer, f"draining; {answer['pending_items']:,} items are running")
+    return _answer(args, answer, f"draining; running: {counted(answer['pending_items'], 'item')}")
 
 
 def run_pause(args: argparse.Namespace) -> int:
@@ -148,8 +141,6 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> dict[str, int]:
-    if args.top is not None and args.top < 1:
-        raise ConfigError("--top must be at least 1")
     return {} if args.top is None else {"top": args.top}
 
 
@@ -163,6 +154,7 @@ def run_dead_ls(args: argparse.Namespace) -> int:
         common.say("zfabric: nothing is dead")
         return 0
     headers = ("id", "producer", "item", "model", "tokens", "bytes", "attempts", "age", "reason")
+    spare = ("bytes", "item", "tokens", "model", "attempts")
     texts = [
         [
             str(row["id"]),
@@ -177,7 +169,7 @@ def run_dead_ls(args: argparse.Namespace) -> int:
         ]
         for row in rows
     ]
-    common.show(common.table(headers, texts))
+    common.show(common.table(headers, texts, spare=spare))
     return 0
 
 
@@ -190,13 +182,13 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any]:
 def run_dead_requeue(args: argparse.Namespace) -> int:
     """Requeue dead items."""
     answer = common.ask(args, "dead.requeue", **_chosen(args))
-    return _answer(args, answer, f"{answer['requeued']:,} items run once more")
+    return _answer(args, answer, f"to run once more: {counted(answer['requeued'], 'item')}")
 
 
 def run_dead_drop(args: argparse.Namespace) -> int:
     """Drop dead records."""
     answer = common.ask(args, "dead.drop", **_chosen(args))
-    return _answer(args, answer, f"{answer['dropped']:,} items forgotten")
+    return _answer(args, answer, f"forgotten: {counted(answer['dropped'], 'item')}")
 
 
 def run_producers_ls(args: argparse.Namespace) -> int:
@@ -214,12 +206,13 @@ def run_producers_ls(args: argparse.Namespace) -> int:
 def run_producers_cancel(args: argparse.Namespace) -> int:
     """Cancel a producer's waiting items."""
     answer = common.ask(args, "producers.cancel", name=args.name)
-    text = f"{args.name}: what waits is being cancelled ({answer['outstanding']:,} items unread)"
+    unread = counted(answer["outstanding"], "item")
+    text = f"{args.name}: what waits is being cancelled ({unread} unread)"
     return _answer(args, answer, text)
 
 
 def run_producers_forget(args: argparse.Namespace) -> int:
     """Forget a producer."""
     answer = common.ask(args, "producers.forget", name=args.name, force=args.force)
-    text = f"{args.name} is forgotten, with {answer['dropped_results']:,} results"
+    text = f"{args.name} is forgotten, with {counted(answer['dropped_results'], 'result')}"
     return _answer(args, answer, text)

@@ -23,7 +23,7 @@ def add(commands: common.Commands) -> None:
         COMPLETION,
         'eval "$(zfabric completion bash)"',
     )
-    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that the script is for")
     parser = common.add_command(
         commands,
         "version",

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zfabric.addresses import format_address, parse_address
 from zfabric.cli import common
 from zfabric.errors import ConfigError
 
+if TYPE_CHECKING:
+    from zfabric.config import ClientConfig
+
 TEXT = """
-Watch a running fabric: padding, the books, the cards, the jobs. Keys: space holds the picture, q
-ends. With --once, print the broker's status a single time and end.
+Watch a running fabric: padding, the books, the cards, the jobs. Keys: space holds the picture, ?
+explains it, q ends. With --once, print the broker's status a single time and end, for which no
+terminal is needed.
 """
 
 
@@ -34,22 +40,25 @@ def run(args: argparse.Namespace) -> int:
         return look.run_status(args)
     if not 0.1 <= args.hz <= 30:
         raise ConfigError(f"--hz must be between 0.1 and 30, not {args.hz:g}")
-    settings = common.load(args).client
-    watch(settings.broker, settings.timeout_s, hz=args.hz)
+    if not on_terminal():
+        raise ConfigError(
+            "zfabric top draws on a terminal, and its input or output is something else; "
+            "zfabric top --once prints the status a single time"
+        )
+    watch(common.load(args).client, hz=args.hz)
     return 0
 
 
-def watch(
-    broker: str,
-    timeout_s: float,
-    *,
-    hz: float = 4.0,
-    ends: Callable[[], bool] | None = None,
-) -> None:
-    """Draw the fabric behind `broker` until the user leaves or `ends()`. Raises ConnectError."""
-    from zfabric.client import Client
+def on_terminal() -> bool:
+    """Whether there is a terminal to draw on and to take keys from."""
+    return all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
-    client = Client(broker, role="operator", timeout_s=timeout_s)
+
+def watch(
+    settings: ClientConfig, *, hz: float = 4.0, ends: Callable[[], bool] | None = None
+) -> None:
+    """Draw the fabric behind a broker until the user leaves or `ends()`. Raises ConnectError."""
+    client = common.connect(settings)
     host, _ = parse_address(client.address)
     stats = format_address(host, client.welcome["stats_port"])
     client.close()

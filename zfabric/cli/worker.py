@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         window=settings.worker.window,
         engine=engine,
         simulated=getattr(engine_class(engine), "simulated", engine == "sim"),
+        timeout_s=settings.client.timeout_s,
     )
     signals: list[int] = []
 

@@ -1,0 +1,185 @@
+"""A client's connection: made, asked through, and closed; what comes of it is for others to act on.
+
+The link's thread moves frames between the socket and a `Session`; callers touch the session under
+one lock and are woken through futures. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from zfabric.addresses import format_address, parse_address
+from zfabric.errors import (
+    ConnectError,
+    FabricError,
+    NameInUse,
+    ProtocolError,
+    TimeoutExpired,
+    VersionMismatch,
+)
+from zfabric.link import Link
+from zfabric.session import News, Session
+from zfabric.shapes import check_name
+
+DEFAULT_BROKER = "tcp://127.0.0.1:7410"
+
+
+class Connection:
+    """A named connection to a broker that can ask; see `Client` for what it raises when made."""
+
+    def __init__(
+        self, broker: str | None, *, name: str | None, timeout_s: float, role: str
+    ) -> None:
+        host, port = parse_address(broker or os.environ.get("ZFABRIC_BROKER") or DEFAULT_BROKER)
+        self.address = format_address(host, port)
+        self.name = check_name(name or f"client-{os.getpid()}-{secrets.token_hex(4)}", "name")
+        self._session = Session(self.name, secrets.randbits(64), role)
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._replies: dict[int, Future[Any]] = {}
+        self._failure: FabricError | None = None
+        self._closing = False
+        self._link = Link(self.address, self._session, self._lock, self._act, self._ended)
+        self._link.start()
+        self._await_welcome(timeout_s)
+
+    def _act(self, news: News) -> None:
+        """In the link's thread, under the lock."""
+        raise NotImplementedError
+
+    def _ended(self) -> None:
+        """The link's thread is over."""
+        raise NotImplementedError
+
+    def _await_welcome(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._session.state == "live" or self._failure is not None, timeout_s
+            )
+            if self._session.state == "live" and self._failure is None:
+                return
+            failure = self._failure
+            taken = self._session.last_refusal
+        self.close(timeout_s=1.0)
+        if failure is not None:
+            raise failure
+        if taken is not None and taken[0] == "name_in_use":
+            raise NameInUse(f"{taken[1]} at {self.address}; choose another name")
+        raise ConnectError(
+            f"no broker answered at {self.address} within {timeout_s:g} s; start one with "
+            "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
+        )
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child process's copy of its parent's client, which nothing serves."""
+        return self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        """Before anything that takes the lock: whoever held it does not exist in a forked child."""
+        if self.forked:
+            raise ConnectError(
+                f"this client was made in process {self._pid}, before a fork; make another Client "
+                f"in process {os.getpid()}, or start processes with the method 'spawn'"
+            )
+
+    # -- asking -------------------------------------------------------------------------------
+
+    @property
+    def welcome(self) -> dict[str, Any]:
+        """What the broker said when it last greeted this client: ports, durability, limits."""
+        return dict(self._session.welcome)
+
+    @property
+    def accepted_upto(self) -> int:
+        """Every item number up to this one has been taken (or skipped)."""
+        return self._session.upto
+
+    @property
+    def settled_upto(self) -> int:
+        """No item number up to this one waits to be taken; larger where some were refused here."""
+        return self._session.settled_upto
+
+    @property
+    def unaccepted_items(self) -> int:
+        """How many items wait to be taken."""
+        with self._lock:
+            return self._session.unaccepted_items
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest payload that the broker takes."""
+        limit: int = self._session.welcome.get("payload_bytes_max", 0)
+        return limit
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker has greeted this client on its present connection."""
+        return self._session.state == "live"
+
+    def request(self, op: str, timeout: float | None = 10.0, **args: Any) -> Any:
+        """Ask the broker something; see `zfabric.operate`. Raises FabricError where it says no."""
+        self._check_process()
+        reply: Future[Any] = Future()
+        with self._lock:
+            if self._failure is not None or self._closing:
+                raise self._failure or ConnectError("this client is closed")
+            number = self._session.request(op, args)
+            self._replies[number] = reply
+        self._link.wake()
+        try:
+            return reply.result(timeout)
+        except TimeoutError:
+            if reply.done():
+                raise
+            with self._lock:
+                self._session.forget_request(number)
+                self._replies.pop(number, None)
+            raise TimeoutExpired(f"the broker did not answer {op!r} within {timeout} s") from None
+
+    def stats(self, timeout: float | None = 10.0) -> dict[str, Any]:
+        """What `zfabric status --json` prints."""
+        answer: dict[str, Any] = self.request("status", timeout)
+        return answer
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Leave. Accepted items stay with the broker; futures that are open raise ConnectError."""
+        if self.forked:
+            # The parent's connection is not a child's to end.
+            return
+        with self._lock:
+            self._closing = True
+        self._link.close()
+        self._link.join(timeout_s + 2.0)
+
+    # -- what happened ------------------------------------------------------------------------
+
+    def _heed(self, news: News) -> None:
+        """What ends the connection, or keeps it from being made."""
+        if news.fatal is not None:
+            code, text = news.fatal
+            kind = VersionMismatch if code == "version_mismatch" else ProtocolError
+            self._fail(kind(f"{self.address}: {code}: {text}"))
+        for code, text in news.errors:
+            if code == "name_in_use":
+                self._session.last_refusal = (code, text)
+
+    def _reply(self, news: News) -> None:
+        for number, ok, value in news.replies:
+            reply = self._replies.pop(number, None)
+            if reply is not None:
+                if ok:
+                    reply.set_result(value)
+                else:
+                    reply.set_exception(FabricError(str(value)))
+
+    def _fail(self, failure: FabricError) -> None:
+        self._failure = self._failure or failure
+        self._closing = True
+        self._link.close()
+        self._changed.notify_all()
