@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zfabric.config import BrokerConfig
+from zfabric.deadletters import DeadLetters, DeadRecord
 from zfabric.draining import Draining, DrainLimits
 from zfabric.errors import InvariantError, PeerError
-from zfabric.groups import DeadRecord, Group, Model
+from zfabric.groups import Group, Model
 from zfabric.lanes import Lanes
 from zfabric.ledger import Flow, Waste
 from zfabric.outbox import Stored, error_payload
@@ -28,12 +29,10 @@ from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
 from zfabric.segments import Append
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, Columns, LaneQueue, Store, Take
+from zfabric.store import ENTRY_BITS, LaneQueue, Store, Take
 
 # Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
 IDLE_SHAPES_MAX = 4_096
-# A record of a dead item keeps its payload, so that it can be requeued; these are few or a fault.
-DEAD_RECORDS_MAX = 100_000
 EVENTS_MAX = 2_000
 PRODUCERS_MAX = 100_000
 MODELS_MAX = 4_096
@@ -55,10 +54,8 @@ class Fabric:
         self.workers: dict[str, Worker] = {}
         self.flow = Flow()
         self.waste = Waste()
-        self.dead: OrderedDict[int, DeadRecord] = OrderedDict()
-        self._next_dead = 1
+        self.dead = DeadLetters(store.backing)
         self.retries: dict[int, int] = {}
-        self.dead_bytes = 0
         self.outbox_bytes = 0
         # producers that have results which did not go out yet
         self.unsent: set[int] = set()
@@ -184,12 +181,12 @@ class Fabric:
         nothing cannot shut out the others.
         """
         limit = self.config.max_bytes
-        unread = min(self.outbox_bytes + self.dead_bytes, limit // 2)
+        unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
         return limit - unread - self.store.payload_bytes
 
     def held_bytes(self) -> int:
         """Payload bytes in the broker: items, results, dead records."""
-        return self.store.payload_bytes + self.outbox_bytes + self.dead_bytes
+        return self.store.payload_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -277,7 +274,7 @@ class Fabric:
     def restored(self, producers: int, next_dead: int, retries: dict[int, int]) -> None:
         """Numbers that were given out before a restart are not given out again."""
         self.producers += [None] * (producers - len(self.producers))
-        self._next_dead = next_dead
+        self.dead.next_id = next_dead
         self.retries.update(retries)
 
     def publish(self, now: float) -> bool:
@@ -338,31 +335,6 @@ class Fabric:
         group.pending_items += len(batch.refs)
         group.model.pending_items += len(batch.refs)
         group.batches += 1
-
-    def count_padding(
-        self,
-        group: Group,
-        lengths: Sequence[int],
-        columns: Columns,
-        packed: tuple[int, int] | None,
-        fill: float,
-    ) -> int:
-        """Enter a batch into the waste ledger; returns its padded tokens.
-
-        `packed` is (base, pad-to) in tokens, None for a batch that is not padded.
-        """
-        real = padded = sum(lengths)
-        if packed is None:
-            self.waste.record_ragged(lengths, fill=fill)
-        else:
-            base, pad_to = packed
-            laned = group.lanes is not None
-            targets, tags = (columns.targets, columns.tags) if laned else (None, None)
-            self.waste.record(lengths, targets, tags, base, pad_to, fill=fill)
-            padded = pad_to * len(lengths)
-        group.real_tokens += real
-        group.padded_tokens += padded
-        return padded
 
     def give_back(self, refs: Sequence[int], now: float, *, solo: bool = False) -> None:
         """Pending items become ready again, ahead of their lanes' cursors and in their order."""
@@ -438,7 +410,7 @@ class Fabric:
         first = self.retries.get(known.number, known.number)
         shape = self._shape_of(ref)
         record = DeadRecord(
-            self._next_dead,
+            self.dead.next_id,
             name,
             first,
             shape,
@@ -448,27 +420,14 @@ class Fabric:
             attempts,
             now,
         )
-        self._next_dead += 1
-        self.dead[record.id] = record
-        self.dead_bytes += len(record.payload)
-        self.store.backing.record(t="dead", **record.fields(self.wall_offset_s))
-        if len(self.dead) > DEAD_RECORDS_MAX:
-            self.drop_dead(next(iter(self.dead)))
+        self.dead.add(record, self.wall_offset_s)
         text = f"given up after {attempts} attempts: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
         self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 
-    def drop_dead(self, record_id: int) -> DeadRecord | None:
-        """Forget a dead record; returns it, or None if there is none of that id."""
-        record = self.dead.pop(record_id, None)
-        if record is not None:
-            self.dead_bytes -= len(record.payload)
-            self.store.backing.record(t="undead", id=record_id)
-        return record
-
     def requeue(self, record_id: int, now: float) -> int | None:
         """A dead item becomes a new accepted one; returns its number, None if there is none."""
-        record = self.drop_dead(record_id)
+        record = self.dead.drop(record_id)
         if record is None:
             return None
         producer = self.producer(record.producer, now)

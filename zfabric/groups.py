@@ -8,7 +8,6 @@ what is in here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from zfabric.draining import Draining, DrainLimits, LaneDraining
 from zfabric.lanes import Lanes
@@ -73,50 +72,3 @@ class Model:
     input_tokens_max: int | None = None
     paused: bool = False
     pending_items: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class DeadRecord:
-    """An item that ended without a completion and can be requeued."""
-
-    id: int
-    producer: str
-    number: int
-    shape: Shape
-    length: int
-    payload: bytes
-    reason: str
-    attempts: int
-    at_s: float
-
-    def fields(self, wall_offset_s: float) -> dict[str, Any]:
-        """The record as the catalog keeps it; its time becomes that of the wall clock."""
-        return {
-            "id": self.id,
-            "producer": self.producer,
-            "number": self.number,
-            "model": self.shape.model,
-            "components": list(self.shape.components),
-            "tokens": list(self.shape.tokens),
-            "length": self.length,
-            "payload": self.payload,
-            "reason": self.reason,
-            "attempts": self.attempts,
-            "at": self.at_s + wall_offset_s,
-        }
-
-    @classmethod
-    def of(cls, fields: dict[str, Any], wall_offset_s: float) -> DeadRecord:
-        """The record that `fields` were made of."""
-        shape = Shape(fields["model"], tuple(fields["components"]), tuple(fields["tokens"]))
-        return cls(
-            fields["id"],
-            fields["producer"],
-            fields["number"],
-            shape,
-            fields["length"],
-            fields["payload"],
-            fields["reason"],
-            fields["attempts"],
-            fields["at"] - wall_offset_s,
-        )

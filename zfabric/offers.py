@@ -151,8 +151,8 @@ class Offers:
         tokens = padded_to * len(batch.refs) if padded_to is not None else real
         fill = batch_fill(len(batch.refs), tokens, worker.contract)
         pad = (offer.packed.base, offer.packed.pad_to) if offer.packed else None
-        batch.padded_tokens = self._fabric.count_padding(
-            group, offer.lengths, offer.columns, pad, fill
+        batch.padded_tokens = _count_padding(
+            self._fabric, group, offer.lengths, offer.columns, pad, fill
         )
         worker.sent += 1
         worker.batches += 1
@@ -231,3 +231,29 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
         )
         worker.signatures_seen.add(signature)
         worker.last_signature = signature
+
+
+def _count_padding(
+    fabric: Fabric,
+    group: Group,
+    lengths: Sequence[int],
+    columns: Columns,
+    packed: tuple[int, int] | None,
+    fill: float,
+) -> int:
+    """Enter a batch into the waste ledger; returns its padded tokens.
+
+    `packed` is (base, pad-to) in tokens, None for a batch that is not padded.
+    """
+    real = padded = sum(lengths)
+    if packed is None:
+        fabric.waste.record_ragged(lengths, fill=fill)
+    else:
+        base, pad_to = packed
+        laned = group.lanes is not None
+        targets, tags = (columns.targets, columns.tags) if laned else (None, None)
+        fabric.waste.record(lengths, targets, tags, base, pad_to, fill=fill)
+        padded = pad_to * len(lengths)
+    group.real_tokens += real
+    group.padded_tokens += padded
+    return padded

@@ -126,12 +126,12 @@ class Operations:
                 "attempts": record.attempts,
                 "age_s": now - record.at_s,
             }
-            for record in list(self._fabric.dead.values())[: _count(args, "top", LIST_MAX)]
+            for record in list(self._fabric.dead)[: _count(args, "top", LIST_MAX)]
         ]
 
     def _chosen_dead(self, args: dict[str, Any]) -> list[int]:
         if args.get("all") is True:
-            return list(self._fabric.dead)
+            return [record.id for record in self._fabric.dead]
         ids = args.get("ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise PeerError("malformed", "give the ids of dead records, or all")
@@ -150,7 +150,7 @@ class Operations:
     def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
         for record_id in chosen:
-            self._fabric.drop_dead(record_id)
+            self._fabric.dead.drop(record_id)
         self._fabric.event("dead_dropped", _counted(len(chosen), "record"), now)
         return {"dropped": len(chosen)}
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zfabric.deadletters import DeadRecord
 from zfabric.errors import InvariantError
 from zfabric.fabric import Fabric
 from zfabric.files import FileBacking, FileSegment
-from zfabric.groups import DeadRecord
 from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
@@ -58,8 +58,7 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     _count_over(fabric, ended)
     for record in known.dead.values():
         dead = DeadRecord.of(record, backing.wall_offset_s)
-        fabric.dead[dead.id] = dead
-        fabric.dead_bytes += len(dead.payload)
+        fabric.dead.restore(dead)
     for lost in found.quarantined:
         _tell(fabric, backing, lost, now)
 

@@ -8,14 +8,16 @@ null means "not known" or "not measured", never zero. Nothing here may change th
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zfabric
 from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.ledger import verdict
 from zfabric.peers import Producer, Worker
-from zfabric.recovery import Recovered
+
+if TYPE_CHECKING:
+    from zfabric.recovery import Recovered
 
 # Rows of shapes and jobs in a snapshot; a dashboard shows the top of a list, not all of it.
 TOP_ROWS_MAX = 50

@@ -1,0 +1,105 @@
+"""Dead letters: items that were given up, kept whole so that an operator can try them again.
+
+Bounded, oldest first out. Payloads are bytes, times seconds on the caller's clock. Decides nothing:
+the fabric says what dies, the operator what lives again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zfabric.segments import Backing
+from zfabric.shapes import Shape
+
+# A record of a dead item keeps its payload, so that it can be requeued; these are few or a fault.
+DEAD_RECORDS_MAX = 100_000
+
+
+@dataclass(slots=True, frozen=True)
+class DeadRecord:
+    """An item that ended without a completion and can be requeued."""
+
+    id: int
+    producer: str
+    number: int
+    shape: Shape
+    length: int
+    payload: bytes
+    reason: str
+    attempts: int
+    at_s: float
+
+    def fields(self, wall_offset_s: float) -> dict[str, Any]:
+        """The record as the catalog keeps it; its time becomes that of the wall clock."""
+        return {
+            "id": self.id,
+            "producer": self.producer,
+            "number": self.number,
+            "model": self.shape.model,
+            "components": list(self.shape.components),
+            "tokens": list(self.shape.tokens),
+            "length": self.length,
+            "payload": self.payload,
+            "reason": self.reason,
+            "attempts": self.attempts,
+            "at": self.at_s + wall_offset_s,
+        }
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], wall_offset_s: float) -> DeadRecord:
+        """The record that `fields` were made of."""
+        shape = Shape(fields["model"], tuple(fields["components"]), tuple(fields["tokens"]))
+        return cls(
+            fields["id"],
+            fields["producer"],
+            fields["number"],
+            shape,
+            fields["length"],
+            fields["payload"],
+            fields["reason"],
+            fields["attempts"],
+            fields["at"] - wall_offset_s,
+        )
+
+
+class DeadLetters:
+    """The records by id, in the order in which their items died; kept by the store's backing."""
+
+    def __init__(self, backing: Backing) -> None:
+        self._backing = backing
+        self._records: OrderedDict[int, DeadRecord] = OrderedDict()
+        self.next_id = 1
+        self.payload_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, record_id: int) -> bool:
+        return record_id in self._records
+
+    def __iter__(self) -> Iterator[DeadRecord]:
+        return iter(self._records.values())
+
+    def add(self, record: DeadRecord, wall_offset_s: float) -> None:
+        """Keep a record."""
+        self.restore(record)
+        self.next_id = record.id + 1
+        self._backing.record(t="dead", **record.fields(wall_offset_s))
+        if len(self._records) > DEAD_RECORDS_MAX:
+            self.drop(next(iter(self._records)))
+
+    def restore(self, record: DeadRecord) -> None:
+        """Enter a record that is kept already."""
+        self._records[record.id] = record
+        self.payload_bytes += len(record.payload)
+
+    def drop(self, record_id: int) -> DeadRecord | None:
+        """Forget a record; returns it, or None if there is none of that id."""
+        record = self._records.pop(record_id, None)
+        if record is not None:
+            self.payload_bytes -= len(record.payload)
+            self._backing.record(t="undead", id=record_id)
+        return record
