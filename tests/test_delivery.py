@@ -520,3 +520,15 @@ def test_fill_stays_a_share_when_an_item_is_over_the_contract() -> None:
 def test_words_that_command_a_terminal_are_refused(words: dict[str, Any]) -> None:
     worker = Bench().worker(**words)
     assert errors(worker)[0] == "malformed"
+
+
+def test_ideal_hits_leave_out_what_is_not_run() -> None:
+    bench = Bench()
+    producer = bench.producer()
+    bench.worker(tokens=4_096, longest=1_024)
+    producer.submit([500, 500, 500, 3_000], Shape.of("m", "a", tokens=[400]))
+    bench.settle()
+    while bench.dispatch():
+        pass
+    (worker,) = bench.status()["workers"]
+    assert worker["cache_hit_ratio_ideal"] == pytest.approx(800 / 1_500)

@@ -107,7 +107,6 @@ class NaiveDraining:
             if self.more and young and items < self.limits.hold_items and not intake_full:
                 return None
             self.visit(self.ready.fullest())
-            return self.current
         forced = self.ready.overdue(now, self.current)
         if forced is not None:
             self.ready.forced.append(now)
@@ -320,6 +319,15 @@ def test_job_is_over_only_when_nothing_is_pending_and_the_linger_is_over() -> No
     assert draining.current == "a"
     assert ask(draining, 9.0) == (None, None)
     assert draining.current is None
+
+
+def test_start_serves_what_has_waited_too_long_before_the_fullest() -> None:
+    draining: Draining[str] = Draining(LIMITS)
+    draining.added("old", 1, 5, 0.0)
+    draining.added("full", 1, 50, 9.0)
+    choice = ask(draining, 9.0)
+    assert choice.key == "old"
+    assert choice.wake_at == 17.0
 
 
 def test_next_job_is_a_start_with_its_own_hold() -> None:

@@ -279,7 +279,10 @@ class Draining(Generic[K]):
         if not self._ready.items:
             return self._choose_idle(now, pending_items)
         if self.current is None:
-            return self._choose_start(now, intake_full)
+            held_until = self._held_until(now, intake_full)
+            if held_until is not None:
+                return Choice(None, held_until)
+            self.current = self._ready.fullest.first()
         overdue = self._ready.overdue(besides=self.current)
         if overdue is not None and now >= overdue[1]:
             self._switch(overdue[0])
@@ -306,13 +309,11 @@ class Draining(Generic[K]):
         self._leave_at = None
         return Choice(None, None)
 
-    def _choose_start(self, now: float, intake_full: bool) -> Choice[K]:
+    def _held_until(self, now: float, intake_full: bool) -> float | None:
+        """When a start may choose, None if it may now."""
         held_until = self._first_at + self._limits.hold_s
         enough = intake_full or self.ready_items >= self._limits.hold_items
-        if self._more and not enough and now < held_until:
-            return Choice(None, held_until)
-        self.current = self._ready.fullest.first()
-        return self._stay()
+        return held_until if self._more and not enough and now < held_until else None
 
     def _switch(self, key: K | None) -> None:
         self.current = key

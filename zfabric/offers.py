@@ -215,7 +215,13 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
         runs = [(s, s.signature, [n]) for s, n in zip(shapes, offer.lengths, strict=True)]
     else:
         runs = [(group.shape, group.signature, offer.lengths)]
-    for shape, signature, lengths in runs:
+    limit = worker.contract.input_tokens_max
+    for shape, signature, asked in runs:
+        # What is over the contract is not run, and asks no cache for anything.
+        lengths = [length for length in asked if length <= limit]
+        if not lengths:
+            continue
+        worker.predicted_queries_tokens += sum(lengths)
         prefix = shape.prefix_tokens
         if prefix is None or len(worker.signatures_seen) >= SIGNATURES_SEEN_MAX:
             worker.predicted_known = False

@@ -95,6 +95,7 @@ class Worker:
     padded_tokens: int = 0
     fill_sum: float = 0.0
     last_signature: int | None = None
+    predicted_queries_tokens: int = 0
     predicted_hits_tokens: int = 0
     ideal_hits_tokens: int = 0
     signatures_seen: set[int] = field(default_factory=set)

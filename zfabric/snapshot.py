@@ -160,7 +160,7 @@ def worker(fabric: Fabric, w: Worker, now: float) -> dict[str, Any]:
     """One worker; cache figures are null where its engine does not measure them."""
     hits, queries = w.stats.get("hits_tokens"), w.stats.get("queries_tokens")
     measured = isinstance(hits, int) and isinstance(queries, int)
-    known = w.predicted_known and w.real_tokens
+    asked = w.predicted_queries_tokens if w.predicted_known else 0
     return {
         "name": w.name,
         "model": w.model,
@@ -188,8 +188,8 @@ def worker(fabric: Fabric, w: Worker, now: float) -> dict[str, Any]:
         "cache_queries_tokens": queries if measured else None,
         "cache_hit_ratio": hits / queries if measured and queries else None,
         "cache_hit_ratio_10s": _recent_ratio(w, now),
-        "cache_hit_ratio_predicted": w.predicted_hits_tokens / w.real_tokens if known else None,
-        "cache_hit_ratio_ideal": w.ideal_hits_tokens / w.real_tokens if known else None,
+        "cache_hit_ratio_predicted": w.predicted_hits_tokens / asked if asked else None,
+        "cache_hit_ratio_ideal": w.ideal_hits_tokens / asked if asked else None,
         "measured_by": w.stats.get("measured_by") if measured else None,
         "state": w.stats.get("state"),
         "disconnects": w.disconnects,
