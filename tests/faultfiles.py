@@ -95,11 +95,11 @@ def _parent(path: str) -> str:
 
 @dataclass
 class Fault:
-    """Operation `at` fails with `code`, and every later one of the same kinds if it is for good."""
+    """Call `at` of these kinds (of any, where there are none) fails with `code`, `times` over."""
 
     at: int
     code: int
-    for_good: bool = False
+    times: int = 1
     kinds: frozenset[str] = frozenset()
 
 
@@ -136,9 +136,17 @@ class FaultFiles(OsFiles):
         fault = self.fault
         if fault is None or (fault.kinds and kind not in fault.kinds):
             return
-        if number == fault.at or (fault.for_good and number > fault.at):
+        if number >= fault.at and fault.times:
+            fault.times -= 1
             with named(path):
                 raise OSError(fault.code, os.strerror(fault.code))
+
+    def _file(self, path: Path) -> int:
+        name = self._name(path)
+        if name not in self._numbers:
+            self._numbers[name] = self._next
+            self._next += 1
+        return self._numbers[name]
 
     def _change(self, op: Op) -> None:
         """A change is about to be made: it may be the end."""
@@ -166,9 +174,8 @@ class FaultFiles(OsFiles):
     def open(self, path: Path, *, create: bool = False) -> int:
         self._call("open", path)
         if create and not path.exists():
-            self._change(Op("create", self._name(path), self._next))
-            self._numbers[self._name(path)] = self._next
-            self._next += 1
+            self._numbers.pop(self._name(path), None)
+            self._change(Op("create", self._name(path), self._file(path)))
         return super().open(path, create=create)
 
     def file_bytes(self, path: Path) -> int | None:
@@ -185,8 +192,7 @@ class FaultFiles(OsFiles):
 
     def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
         self._call("write", path)
-        file = self._numbers[self._name(path)]
-        self._change(Op("write", "", file, offset, b"".join(pieces)))
+        self._change(Op("write", "", self._file(path), offset, b"".join(pieces)))
         return super().write(path, descriptor, pieces, offset)
 
     def _write_some(self, descriptor: int, pieces: Sequence[Any], offset: int) -> int:
@@ -196,14 +202,15 @@ class FaultFiles(OsFiles):
 
     def truncate(self, path: Path, descriptor: int, size: int) -> None:
         self._call("truncate", path)
-        self._change(Op("truncate", "", self._numbers[self._name(path)], size))
+        self._change(Op("truncate", "", self._file(path), size))
         super().truncate(path, descriptor, size)
 
     def rename(self, old: Path, new: Path) -> None:
         self._call("rename", old)
         self._change(Op("rename", self._name(old), to=self._name(new)))
         super().rename(old, new)
-        self._numbers[self._name(new)] = self._numbers.pop(self._name(old))
+        self._numbers[self._name(new)] = self._file(old)
+        del self._numbers[self._name(old)]
 
     def unlink(self, path: Path) -> None:
         self._call("unlink", path)

@@ -10,6 +10,7 @@ A sample of the points is tried; CRASH_POINTS=all tries every one.
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import os
 import shutil
@@ -21,8 +22,9 @@ from typing import Any
 import pytest
 
 from tests.disk import DiskBench
-from tests.faultfiles import Crash, FaultFiles, Image
+from tests.faultfiles import Crash, Fault, FaultFiles, Image
 from tests.harness import Bench, FakeProducer, FakeWorker
+from zfabric.errors import NoSpace, StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import BROKER_NUMBERS_FROM, Message, Status, Type, packed
@@ -123,11 +125,15 @@ def item_of(payload: bytes) -> tuple[str, int]:
 class RecordedBench(DiskBench):
     """A broker whose syncs take a turn of the loop, and whose files keep a journal."""
 
-    def __init__(self, root: Path, durability: str) -> None:
-        self.faults = FaultFiles(root)
+    def __init__(self, faults: FaultFiles) -> None:
+        self.faults = faults
+        self.backing = None
         # what happens while the next sync runs
         self.meanwhile: Callable[[], None] | None = None
-        super().__init__(root, durability=durability, **CONFIG)
+
+    def open(self, durability: str) -> None:
+        """Start the first broker."""
+        DiskBench.__init__(self, self.faults.root, durability=durability, **CONFIG)
 
     def files(self) -> OsFiles:
         return self.faults
@@ -167,14 +173,16 @@ def scenario(bench: RecordedBench, note: Callable[[list[Job], FakeWorker], None]
     bench.settle()
     bench.dispatch(3)
     # While the sync of these results runs, more comes in and more is finished.
-    first, *others = worker.batches
-    worker.start(first)
-    finish(worker, first)
+    first, others = list(worker.batches)[:1], list(worker.batches)[1:]
+    for key in first:
+        worker.start(key)
+        finish(worker, key)
 
     def more() -> None:
         a.put(list(range(6, 14)), [20, 21, 22, 23, 24, 800, 801, 30], [A] * 4 + [B] * 4)
         for key in others:
-            finish(worker, key, 1)
+            if key in worker.batches:
+                finish(worker, key, 1)
 
     bench.meanwhile = more
     bench.settle()
@@ -196,9 +204,10 @@ def scenario(bench: RecordedBench, note: Callable[[list[Job], FakeWorker], None]
             worker.start(key)
             worker.give_back(key, "engine_exit")
         bench.settle()
-    records = a.ask("dead.ls")
+    records = a.ask("dead.ls")[:1]
     a.put([14, 15], [40, 41], [A, A])
-    a.ask("dead.requeue", ids=[records[0]["id"]])
+    for record in records:
+        a.ask("dead.requeue", ids=[record["id"]])
     bench.settle()
     c.hello()
     c.put([1, 2, 3], [10, 10, 10], [A, B, OTHER])
@@ -267,22 +276,35 @@ def work_off(
 class Recording:
     """A run, its journal, and what was known at each of its operations."""
 
-    def __init__(self, root: Path, durability: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        durability: str,
+        crash_at: int | None = None,
+        fault: Fault | None = None,
+        write_max: int | None = None,
+    ) -> None:
         self.known: list[Known] = []
-        self._peers: tuple[list[Job], FakeWorker] = ([], None)  # type: ignore[assignment]
+        self._peers: tuple[list[Job], FakeWorker | None] = ([], None)
         self._latest: tuple[Any, Known] = (None, Known())
-        faults = FaultFiles(root)
-        bench = RecordedBench.__new__(RecordedBench)
-        bench.faults = faults
-        faults.before = self._note
-        bench.meanwhile = None
-        DiskBench.__init__(bench, root, durability=durability, **CONFIG)
-        scenario(bench, self._meet)
-        bench.check()
-        assert not bench.fabric.store.items
-        bench.backing.close()
-        self.faults = faults
+        self.faults = FaultFiles(root)
+        self.faults.before = self._note
+        self.faults.crash_at, self.faults.fault = crash_at, fault
+        self.faults.write_max = write_max
+        self.ended_by: BaseException | None = None
+        bench = RecordedBench(self.faults)
+        try:
+            bench.open(durability)
+            scenario(bench, self._meet)
+        except (Crash, StorageError) as error:
+            self.ended_by = error
+            self.faults.dead, self.faults.crash_at, self.faults.fault = False, None, None
+        else:
+            bench.check()
+            assert not bench.fabric.store.items
         self.known.append(self._known())
+        if bench.backing is not None:
+            bench.backing.close()
 
     def _meet(self, jobs: list[Job], worker: FakeWorker) -> None:
         self._peers = (jobs, worker)
@@ -430,18 +452,66 @@ def test_power_loss_at_every_operation(tmp_path: Path, how: str, seed: int) -> N
         go_on(image, run.known[at], tmp_path / f"at{at}", "fsync", old_worker=old)
 
 
+def test_power_loss_while_a_killed_broker_recovers(tmp_path: Path) -> None:
+    count = len(Recording(tmp_path / "run", "fsync").faults.ops)
+    for at in range(3, count, 5 if ALL_POINTS else 31):
+        run = Recording(tmp_path / f"killed{at}", "fsync", crash_at=at)
+        begin = len(run.faults.ops)
+        again = RecordedBench(run.faults)
+        again.open("fsync")
+        again.settle()
+        again.backing.close()
+        for then in range(begin, len(run.faults.ops) + 1):
+            for how in ("dropped", "torn"):
+                image = run.faults.unplugged(then, how, at)
+                root = tmp_path / f"at{at}-{then}-{how}"
+                go_on(image, run.known[at], root, "fsync", old_worker=False)
+
+
 def test_images_are_what_a_crash_really_leaves(tmp_path: Path) -> None:
-    run = Recording(tmp_path / "run", "fsync")
-    for at in range(0, len(run.faults.ops), max(1, len(run.faults.ops) // 9)):
+    count = len(Recording(tmp_path / "run", "fsync").faults.ops)
+    for at in range(0, count, max(1, count // 9)):
         root = tmp_path / f"real{at}"
-        with pytest.raises(Crash):
-            real = FaultFiles(root)
-            real.crash_at = at
-            bench = RecordedBench.__new__(RecordedBench)
-            bench.faults, bench.meanwhile = real, None
-            DiskBench.__init__(bench, root, durability="fsync", **CONFIG)
-            scenario(bench, lambda jobs, worker: None)
-        want = real.killed(at)
+        run = Recording(root, "fsync", crash_at=at)
+        assert len(run.faults.ops) == at
+        want = run.faults.killed(at)
         found = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
         found.pop("lock", None)
         assert found == {name: bytes(want.files.get(f, b"")) for name, f in want.names.items()}
+
+
+def test_short_writes_are_finished(tmp_path: Path) -> None:
+    run = Recording(tmp_path / "run", "fsync", write_max=7)
+    image = run.faults.killed(len(run.faults.ops))
+    go_on(image, run.known[-1], tmp_path / "on", "fsync", old_worker=False)
+
+
+CHANGES = frozenset({"mkdir", "open", "write", "rename", "unlink", "truncate", "sync"})
+
+
+@pytest.mark.parametrize("times", [1, 1_000_000], ids=["once", "for-good"])
+def test_eio_stops_the_broker_and_a_restart_loses_nothing(tmp_path: Path, times: int) -> None:
+    calls = Recording(tmp_path / "run", "fsync").faults.calls
+    for at in range(0, calls, 1 if ALL_POINTS else 17):
+        fault = Fault(at, errno.EIO, times, CHANGES)
+        run = Recording(tmp_path / f"run{at}", "fsync", fault=fault)
+        if not isinstance(run.ended_by, StorageError):
+            # The last calls are reads.
+            assert run.ended_by is None
+            assert fault.times
+        image = run.faults.killed(len(run.faults.ops))
+        go_on(image, run.known[-1], tmp_path / f"on{at}", "fsync", old_worker=False)
+
+
+@pytest.mark.parametrize("times", [1, 3, 25])
+def test_full_disk_at_every_write_loses_nothing(tmp_path: Path, times: int) -> None:
+    calls = Recording(tmp_path / "run", "fsync").faults.calls
+    for at in range(0, calls, 1 if ALL_POINTS else 23):
+        fault = Fault(at, errno.ENOSPC, times, frozenset({"mkdir", "write"}))
+        run = Recording(tmp_path / f"run{at}", "fsync", fault=fault)
+        # It goes on when there is room again; only a start does not wait for that.
+        assert run.ended_by is None or isinstance(run.ended_by, NoSpace)
+        image = run.faults.killed(len(run.faults.ops))
+        go_on(image, run.known[-1], tmp_path / f"on{at}", "fsync", old_worker=False)
+        image = run.faults.unplugged(len(run.faults.ops), "dropped")
+        go_on(image, run.known[-1], tmp_path / f"off{at}", "fsync", old_worker=False)

@@ -169,7 +169,7 @@ class FileBacking:
         self, files: OsFiles, durability: str, catalog: catalogs.Catalog, lock: int
     ) -> None:
         self.files = files
-        self._lock = lock
+        self._lock: int | None = lock
         self.root = files.root
         self.durability = durability
         self.catalog = catalog
@@ -473,4 +473,6 @@ class FileBacking:
         """Close every descriptor; the directory may have another broker then."""
         self.descriptors.close()
         self.files.release()
-        self.files.close(self._lock)
+        if self._lock is not None:
+            self.files.close(self._lock)
+            self._lock = None
