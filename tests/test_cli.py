@@ -125,7 +125,7 @@ def test_importing_the_package_is_cheap_and_gives_every_public_name():
         (("run-batch", "-i", "x", "-o", "y", "--resume", "--overwrite"), "exclude each other"),
         (("status", "--broker", "udp://x"), "tcp://"),
         (("broker", "--port", "99999"), "65535"),
-        (("broker", "--data", "somewhere"), "segment storage comes with"),
+        (("broker", "--data", "somewhere", "--policy", "fifo"), "memory only"),
         (("broker", "--bind", "0.0.0.0"), "--insecure"),
         (("worker",), "--engine"),
         (("worker", "--engine", "smi", "--model", "m", *FULL_CONTRACT), "known are"),
