@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +29,7 @@ from zfabric.shapes import check_name
 DEFAULT_BROKER = "tcp://127.0.0.1:7410"
 
 
-class Connection:
+class Connection(ABC):
     """A named connection to a broker that can ask; see `Client` for what it raises when made."""
 
     def __init__(
@@ -48,13 +49,13 @@ class Connection:
         self._link.start()
         self._await_welcome(timeout_s)
 
+    @abstractmethod
     def _act(self, news: News) -> None:
         """In the link's thread, under the lock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ended(self) -> None:
         """The link's thread is over."""
-        raise NotImplementedError
 
     def _await_welcome(self, timeout_s: float) -> None:
         with self._changed:
