@@ -14,7 +14,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.harness import Bench, FakeProducer, FakeWorker
 from zfabric.errors import NoSpace, StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
+from zfabric.outbox import Stored
 from zfabric.protocol import BROKER_NUMBERS_FROM, Message, Status, Type, packed
 from zfabric.shapes import Shape
 
@@ -423,6 +424,8 @@ def _check_results(bench: DiskBench, jobs: list[Job]) -> None:
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few entries, so that many are filled, retired and unlinked."""
     monkeypatch.setattr(FileBacking, "segment_items_max", 6)
+    monkeypatch.setattr(OsFiles, "sync_all", lambda files: None)
+    monkeypatch.setattr(OsFiles, "reserve", lambda files, path, size: None)
 
 
 def points(count: int) -> Iterator[int]:
@@ -515,3 +518,61 @@ def test_full_disk_at_every_write_loses_nothing(tmp_path: Path, times: int) -> N
         go_on(image, run.known[-1], tmp_path / f"on{at}", "fsync", old_worker=False)
         image = run.faults.unplugged(len(run.faults.ops), "dropped")
         go_on(image, run.known[-1], tmp_path / f"off{at}", "fsync", old_worker=False)
+
+
+class OneFull(FaultFiles):
+    """No room for one shape's items."""
+
+    full = ""
+
+    def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        if self.full and self.full in str(path):
+            raise NoSpace(f"{path}: No space left on device")
+        return super().write(path, descriptor, pieces, offset)
+
+
+def test_numbers_behind_one_without_room_are_not_forgotten_with_their_file(tmp_path: Path) -> None:
+    """Items 2 to 4 are stored, done and gone while item 1, of their message, waits for room."""
+    faults = OneFull(tmp_path / "run")
+    bench = RecordedBench(faults)
+    bench.open("fsync")
+    job = Job(bench, "a")
+    job.hello()
+    bench.settle()
+    faults.full = f"{B.signature:016x}"
+    job.put([1, 2, 3, 4], [10, 20, 20, 20], [B, A, A, A])
+    bench.settle()
+    worker = bench.worker(batch=4)
+    for _ in range(30):
+        bench.tick(0.3)
+        worker.heartbeat()
+        bench.dispatch()
+        for key in list(worker.batches):
+            finish(worker, key)
+        bench.settle()
+    assert (set(job.results), job.promised) == ({2, 3, 4}, 0)
+    job.ack()
+    for _ in range(3):
+        bench.tick(0.3)
+    assert not list((faults.root / "segments" / "m" / f"{A.signature:016x}").rglob("*.seg"))
+    bench.backing.close()
+    known = Known([job], {}, 0)
+    go_on(faults.killed(len(faults.ops)), known, tmp_path / "end", "fsync", old_worker=False)
+
+
+def test_refused_number_behind_a_skip_is_still_accepted_after_a_crash(tmp_path: Path) -> None:
+    """Its result knows how far back the number before it is; nothing else does."""
+    bench = DiskBench(tmp_path, **CONFIG)
+    job = Job(bench, "a")
+    job.hello()
+    job.put([10, 30], [10, 10], [A, A])
+    bench.settle()
+    producer = bench.fabric.producers[0]
+    bench.fabric.post(producer, Stored(50, Status.REFUSED, b"{}", None, gap=20))
+    producer.upto = 50
+    bench.settle()
+    bench.crash()
+    job.hello()
+    bench.settle()
+    assert job.upto == 50
+    bench.backing.close()
