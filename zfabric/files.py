@@ -345,7 +345,7 @@ class FileBacking:
 
     def write(self) -> None:
         """Write everything of this window that is not written yet: results, then records."""
-        for file in [f for f in self.unwritten.values() if f.header.kind == RESULTS]:
+        for file in self._results_to_write():
             file.flush()
         if self._log:
             mark = [catalogs.pack_window(self.window)] if self.durability == "fsync" else []
@@ -360,7 +360,10 @@ class FileBacking:
     @property
     def has_work(self) -> bool:
         """Whether a window would do anything."""
-        return bool(self.dirty or self._log or self._open_window.owes)
+        return bool(self.dirty or self._log or self._open_window.owes or self._results_to_write())
+
+    def _results_to_write(self) -> list[SegmentFile]:
+        return [file for file in self.unwritten.values() if file.header.kind == RESULTS]
 
     def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
         """Close the window: it is written, and what it owes is due when its sync is over.

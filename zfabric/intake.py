@@ -191,7 +191,7 @@ class Intake:
             runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
         for number, chosen in runs:
             shape = self._admitted(shapes.get(number, "unknown_shape"))
-            good = self._refuse_bad(producer, shape, chosen, columns)
+            good = self._refuse_bad(producer, shape, chosen, columns, gaps)
             if not good or not isinstance(shape, Shape):
                 continue
             self._fabric.accept(
@@ -221,6 +221,7 @@ class Intake:
         shape: Shape | str,
         chosen: list[int],
         columns: dict[str, array[int]],
+        gaps: Sequence[int],
     ) -> list[int]:
         """Post an error result for each item that can never be taken; return the others."""
         bytes_max = self._fabric.config.payload_bytes_max
@@ -240,7 +241,8 @@ class Intake:
             producer.refused_items += 1
             self._fabric.count("refused_items")
             number = columns["numbers"][k]
-            self._fabric.post(producer, Stored(number, Status.REFUSED, payload, None))
+            refused = Stored(number, Status.REFUSED, payload, None, gaps[k])
+            self._fabric.post(producer, refused)
         return good
 
     # -- answering ----------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""The catalog: the sum of records is the same after a rewrite; no bytes raise but StorageError."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zfabric.catalog import Catalog, pack, pack_window, read
+from zfabric.errors import StorageError
+from zfabric.segment import FORMAT, NewerFormat
+
+small = st.integers(0, 5)
+count = st.integers(0, 2**63)
+RECORDS = st.one_of(
+    st.fixed_dictionaries({"t": st.just("producer"), "i": small, "name": st.text(max_size=9)}),
+    st.fixed_dictionaries({"t": st.just("floor"), "i": small, "upto": count, "seq": count}),
+    st.fixed_dictionaries(
+        {
+            "t": st.just("floor"),
+            "i": small,
+            "upto": st.just(0),
+            "seq": st.just(0),
+            "above": st.lists(count, max_size=4),
+        }
+    ),
+    st.fixed_dictionaries({"t": st.just("forget"), "i": small}),
+    st.fixed_dictionaries(
+        {
+            "t": st.just("retired"),
+            "nonce": st.integers(1, 9),
+            "items": small,
+            "tokens": small,
+            "dead_items": small,
+            "dead_tokens": small,
+            "quarantined_items": small,
+            "quarantined_tokens": small,
+        }
+    ),
+    st.fixed_dictionaries({"t": st.just("dead"), "id": small, "payload": st.binary(max_size=9)}),
+    st.fixed_dictionaries({"t": st.just("undead"), "id": small}),
+    st.fixed_dictionaries({"t": st.just("retry"), "number": count, "of": count}),
+    st.fixed_dictionaries({"t": st.just("window"), "n": st.integers(1, 99)}),
+    st.fixed_dictionaries({"t": st.just("of a later release"), "x": small}),
+)
+START: dict[str, Any] = {"t": "store", "id": 7, "format": FORMAT}
+
+
+def log(records: list[dict[str, Any]]) -> bytes:
+    return b"".join(pack(record) for record in [START, *records])
+
+
+@given(st.lists(RECORDS, max_size=20))
+def test_rewritten_catalog_says_the_same(records: list[dict[str, Any]]) -> None:
+    data = log(records)
+    known, end = read(data)
+    assert end == len(data)
+    again, _ = read(b"".join(map(pack, known.records(known.retired))))
+    again.retired.discard(0)
+    known.retired.discard(0)
+    assert again == known
+
+
+@given(st.lists(RECORDS, max_size=8), st.binary(max_size=300))
+def test_any_bytes_are_a_catalog_or_a_storage_error(
+    records: list[dict[str, Any]], tail: bytes
+) -> None:
+    for data in (tail, log(records) + tail):
+        with contextlib.suppress(StorageError):
+            known, end = read(data)
+            assert isinstance(known, Catalog)
+            assert end <= len(data)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["t", "i", "id", "name", "format", "upto", "seq", "n", "records"]),
+        st.none()
+        | st.integers().filter(lambda n: -(2**63) <= n < 2**64)
+        | st.text()
+        | st.lists(st.none())
+        | st.sampled_from(["store", "floor", "producer", "retired", "dead", "undead", "retry"]),
+    )
+)
+def test_whole_record_without_sense_is_a_storage_error(record: dict[str, Any]) -> None:
+    with contextlib.suppress(StorageError):
+        read(pack(START) + pack({"t": "producer", "i": 0, "name": "a"}) + pack(record))
+    with contextlib.suppress(StorageError):
+        read(pack(record))
+
+
+@given(st.lists(RECORDS, max_size=8), st.data())
+def test_flipped_bit_never_passes_for_another_record(
+    records: list[dict[str, Any]], draw: st.DataObject
+) -> None:
+    data = bytearray(log(records) + pack_window(100))
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    data[bit // 8] ^= 1 << bit % 8
+    # The last record is only there to vouch for the others; it may pass for torn itself.
+    try:
+        known, end = read(bytes(data))
+    except StorageError:
+        return
+    assert end == len(log(records))
+    assert known == read(log(records))[0]
+
+
+@given(st.lists(RECORDS, max_size=8), st.lists(RECORDS, max_size=8), st.data())
+def test_torn_write_is_cut_off_and_what_was_before_it_is_kept(
+    before: list[dict[str, Any]], torn: list[dict[str, Any]], draw: st.DataObject
+) -> None:
+    """Any part of the last write may be missing, in any order."""
+    whole = log([r for r in before if r["t"] != "window"])
+    write = bytearray(pack_window(50) + b"".join(pack(r) for r in torn if r["t"] != "window"))
+    start, end = sorted(draw.draw(st.lists(st.integers(0, len(write)), min_size=2, max_size=2)))
+    write[start:end] = bytes(end - start)
+    known, position = read(whole + bytes(write))
+    assert position >= len(whole)
+    assert known.store_id == 7
+    assert set(known.retired) >= set(read(whole)[0].retired)
+
+
+def test_damage_before_a_later_window_refuses() -> None:
+    first = pack_window(4) + pack({"t": "forget", "i": 1})
+    data = bytearray(pack(START) + first + pack_window(5))
+    data[len(pack(START)) + len(pack_window(4)) + 3] ^= 1
+    with pytest.raises(StorageError, match="with whole records behind"):
+        read(bytes(data))
+
+
+def test_records_of_the_start_are_counted() -> None:
+    known, _ = read(log([{"t": "producer", "i": 0, "name": "a"}]))
+    records = known.records(())
+    assert records[0]["records"] == len(records)
+    data = b"".join(map(pack, records))
+    for size in range(len(data)):
+        with pytest.raises(StorageError):
+            read(data[:size])
+
+
+def test_later_release_is_named_with_both_versions() -> None:
+    with pytest.raises(NewerFormat, match=rf"format {FORMAT + 1}.*up to {FORMAT}"):
+        read(pack({**START, "format": FORMAT + 1}))
+
+
+def test_retired_nonce_counts_once_and_goes_with_its_file() -> None:
+    record = {
+        "t": "retired",
+        "nonce": 5,
+        "items": 3,
+        "tokens": 9,
+        "dead_items": 0,
+        "dead_tokens": 0,
+    }
+    known, _ = read(log([record, record]))
+    assert (known.ended_items, known.ended_tokens) == (3, 9)
+    assert [r["nonce"] for r in known.records([5]) if r["t"] == "retired"] == [0, 5]
+    assert [r["nonce"] for r in known.records([6]) if r["t"] == "retired"] == [0]
+
+
+def test_numbers_above_a_hole_go_when_the_floor_has_passed_them() -> None:
+    producer = {"t": "producer", "i": 0, "name": "a"}
+    above = {"t": "floor", "i": 0, "upto": 4, "seq": 0, "above": [7, 9]}
+    known, _ = read(log([producer, above]))
+    assert known.producers[0].above == {7, 9}
+    known.take({"t": "floor", "i": 0, "upto": 7, "seq": 0})
+    assert (known.producers[0].upto, known.producers[0].above) == (7, {9})
