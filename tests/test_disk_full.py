@@ -108,3 +108,21 @@ def test_what_was_accepted_before_the_disk_filled_survives_a_crash(tmp_path: Pat
     run_all(bench, bench.worker())
     assert set(range(1, accepted + 1)) <= set(producer.results)
     bench.check()
+
+
+def test_producer_is_never_told_of_items_that_the_disk_did_not_take(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 400_000, min_free=0)
+    producer = bench.producer()
+    while not bench.fabric.store.unwritten:
+        producer.submit([100] * 20, payload=b"x" * 2_000)
+        bench.settle()
+    told = producer.upto
+    producer.hello()
+    bench.settle()
+    assert producer.upto == told
+    assert producer.inbox[-1].fields["code"] == "storage_full"
+    bench.crash()
+    bench.disk.size = 50_000_000
+    again(bench, producer)
+    assert producer.upto >= told
+    bench.check()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.disk import DiskBench
 from tests.harness import FakeProducer, FakeWorker
-from zfabric.protocol import Status
+from zfabric.broker import Broker
+from zfabric.client import Client
+from zfabric.config import BrokerConfig
+from zfabric.errors import StorageError
+from zfabric.osfiles import OsFiles
+from zfabric.protocol import Status, Type
+from zfabric.recovery import open_backing
+from zfabric.results import Item
 from zfabric.shapes import Shape
 
 
@@ -173,10 +181,44 @@ def test_resent_item_is_recognised_and_a_lost_one_is_taken(tmp_path: Path) -> No
 
 
 def test_second_broker_on_a_directory_is_refused_with_the_pid(tmp_path: Path) -> None:
-    from zfabric.errors import StorageError
-    from zfabric.osfiles import OsFiles
-    from zfabric.recovery import open_backing
-
     DiskBench(tmp_path)
     with pytest.raises(StorageError, match="pid"):
         open_backing(tmp_path, "fsync", OsFiles(tmp_path))
+
+
+def test_drained_broker_seals_its_store_so_that_damage_is_told_from_torn(tmp_path: Path) -> None:
+    broker = Broker(BrokerConfig(port=0, data=str(tmp_path)))
+    at = broker.bind()
+    thread = threading.Thread(target=broker.run, daemon=True)
+    thread.start()
+    client = Client(at.producers, name="job")
+    client.submit_many([Item(Shape.of("m", "a"), b"payload", 10)], timeout=20)
+    client.request("drain")
+    thread.join(20)
+    client.close()
+    (segment,) = (tmp_path / "segments").rglob("*.seg")
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"payload")] ^= 1
+    segment.write_bytes(data)
+    backing, found = open_backing(tmp_path, "fsync", OsFiles(tmp_path))
+    assert [lost.number for lost in found.quarantined] == [1]
+    backing.close()
+
+
+def test_answer_to_a_requeue_waits_until_it_is_kept(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer = bench.producer()
+    worker = bench.worker()
+    producer.submit([100])
+    bench.settle()
+    bench.dispatch()
+    worker.start(next(iter(worker.batches)))
+    worker.give_back(next(iter(worker.batches)), "engine_exit")
+    bench.settle()
+    producer.inbox.clear()
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    bench.dispatcher.flush(bench.now)
+    assert bench.dispatcher.sync_wanted
+    assert not bench.dispatcher.outgoing
+    bench.settle()
+    assert [m.kind for m in producer.inbox if m.kind is Type.REPLY] == [Type.REPLY]

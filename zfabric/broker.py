@@ -27,7 +27,7 @@ from zfabric import snapshot
 from zfabric.addresses import format_address, is_loopback
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
-from zfabric.errors import ConfigError
+from zfabric.errors import ConfigError, NoSpace
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import (
@@ -196,8 +196,18 @@ class Broker:
             self.dispatcher.farewell("the broker ends")
             ends_s = time.monotonic() + FAREWELL_S
             self._serve(poller, until=lambda: time.monotonic() >= ends_s)
+            if not self._stop_asked.is_set():
+                self._seal()
         finally:
             self.close()
+
+    def _seal(self) -> None:
+        """After a drain: nothing is promised any more, and all of it is durable."""
+        if self._sync is not None:
+            self._sync.exception()
+            self._end_sync()
+        with contextlib.suppress(NoSpace):
+            self._backing.seal()
 
     def _serve(self, poller: zmq.Poller, until: Callable[[], bool]) -> None:
         while not (self._stop_asked.is_set() or until()):

@@ -257,7 +257,7 @@ class Dispatcher:
         except PeerError as error:
             text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
             answer = {"id": number, "ok": False, "text": text}
-        self._send(peer, Type.REPLY, answer)
+        self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
 
     @staticmethod
     def _expect(producer: Producer, args: dict[str, Any]) -> None:
@@ -481,9 +481,11 @@ class Dispatcher:
         fields: Mapping[str, Any] | None = None,
         columns: Sequence[bytes] = (),
         body: bytes | None = None,
+        *,
+        promise: bool = False,
     ) -> None:
         parcel = Parcel(peer.endpoint, peer.routing_id, encode(kind, fields, columns, body))
-        if kind in PROMISES:
+        if promise or kind in PROMISES:
             self._promised.append(parcel)
         else:
             self.outgoing.append(parcel)

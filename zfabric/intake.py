@@ -55,7 +55,14 @@ class Intake:
     # -- coming and going ---------------------------------------------------------------------
 
     def hello(self, peer: Peer, now: float) -> Producer:
-        """A producer registers, or comes back: its unacknowledged results go out again."""
+        """A producer registers, or comes back: its unacknowledged results go out again.
+
+        Raises PeerError while something is taken in that a full disk did not let be stored: what
+        a producer is told to be accepted must be, or it would never send it again.
+        """
+        self._fabric.publish(now)
+        if self._fabric.store.unwritten:
+            raise PeerError("storage_full", "the disk is full; this is tried again by itself")
         producer = self._fabric.producer(peer.name, now)
         producer.peer = peer
         producer.last_seen_s = now

@@ -17,6 +17,8 @@ from zfabric.peers import Producer
 from zfabric.protocol import Status
 
 LIST_MAX = 1_000
+# Requests that change what is kept: their answer is a promise, and waits for the store.
+CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget"})
 # Names in an error text; a list of all would be longer than a text may be.
 NAMED_MAX = 20
 
@@ -142,6 +144,9 @@ class Operations:
 
     def _dead_requeue(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
+        no_space = self._fabric.store.backing.full(now)
+        if no_space is not None:
+            raise PeerError("storage_full", no_space)
         for record_id in chosen:
             self._fabric.requeue(record_id, now)
         self._fabric.event("dead_requeued", _counted(len(chosen), "item"), now)

@@ -182,6 +182,9 @@ class Backing(Protocol):
     def sync(self) -> None:
         """Make what is written durable; may run in another thread."""
 
+    def seal(self) -> None:
+        """The broker ends in order: what is written is durable, and a restart may rely on it."""
+
     def close(self) -> None:
         """Let go of everything."""
 
@@ -295,6 +298,9 @@ class MemoryBacking:
         """See Backing."""
 
     def sync(self) -> None:
+        """See Backing."""
+
+    def seal(self) -> None:
         """See Backing."""
 
     def close(self) -> None:

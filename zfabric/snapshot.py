@@ -92,7 +92,9 @@ def recovery(found: Recovered) -> dict[str, Any]:
         "segments": len(found.segments),
         "completed_by_result": found.completed_by_result,
         "torn_bytes": found.torn_bytes,
+        "healed": found.healed,
         "damaged_records": len(found.damaged),
+        "quarantined_items": len(found.quarantined),
         "quarantined_files": len(found.quarantined_files),
     }
 
