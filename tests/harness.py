@@ -14,6 +14,8 @@ from zfabric.shapes import Shape
 from zfabric.store import Store
 
 BatchKey = tuple[int, int]
+# Turns of the broker that a peer waits for an answer.
+PATIENCE_TURNS = 40
 
 
 class End(Protocol):
@@ -137,6 +139,7 @@ class FakeProducer:
     seq: int = 0
     upto: int = 0
     last: int = 0
+    asked: int = 0
     shapes: dict[Shape, int] = field(default_factory=dict)
 
     def send(self, kind: Type, fields: dict[str, Any], columns: Any = (), body: Any = None) -> None:
@@ -192,10 +195,15 @@ class FakeProducer:
         self.send(Type.RESULT_ACK, {"upto": self.seq})
 
     def ask(self, op: str, **args: Any) -> Any:
-        self.send(Type.REQUEST, {"id": 1, "op": op, "args": args})
-        self.bench.settle()
-        reply = next(m for m in reversed(self.inbox) if m.kind is Type.REPLY)
-        return reply.fields["value"] if reply.fields["ok"] else reply.fields["text"]
+        self.asked += 1
+        self.send(Type.REQUEST, {"id": self.asked, "op": op, "args": args})
+        # An answer that is a promise waits while the disk is full.
+        for _ in range(PATIENCE_TURNS):
+            self.bench.settle()
+            for message in reversed(self.inbox):
+                if message.kind is Type.REPLY and message.fields["id"] == self.asked:
+                    return message.fields["value" if message.fields["ok"] else "text"]
+        raise AssertionError(f"no answer to {op!r}")
 
     def hear(self, frames: list[bytes]) -> None:
         message = decode(frames, FROM_BROKER)

@@ -23,7 +23,7 @@ import pytest
 
 from tests.disk import DiskBench
 from tests.faultfiles import Crash, Fault, FaultFiles, Image
-from tests.harness import Bench, FakeProducer, FakeWorker
+from tests.harness import PATIENCE_TURNS, Bench, FakeProducer, FakeWorker
 from zfabric.errors import NoSpace, StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
@@ -48,6 +48,16 @@ class Job(FakeProducer):
         # the highest number that it was told is accepted
         self.promised = 0
         self.told = 0
+
+    def hello(self) -> None:
+        """As a real client: said again while the disk is full."""
+        super().hello()
+        for _ in range(PATIENCE_TURNS):
+            self.bench.settle()
+            last = self.inbox[-1] if self.inbox else None
+            if last is None or last.fields.get("code") != "storage_full":
+                return
+            super().hello()
 
     def put(self, numbers: list[int], lengths: list[int], shapes: list[Shape], *, big: int = 0):
         """Submit items; the one numbered `big` is over the limit."""

@@ -347,3 +347,16 @@ def test_a_draining_broker_is_not_asked_again_with_every_result() -> None:
         worker.done(key)
     joined.exchange()
     assert joined.sent.total() == before
+
+
+def test_hello_refused_by_a_full_disk_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = [True]
+    monkeypatch.setattr("zfabric.store.Store.unwritten", property(lambda store: full[0]))
+    joined = Joined()
+    assert joined.session.state == "greeting"
+    joined.wait(1.1)
+    assert joined.session.state == "greeting"
+    full.clear()
+    full.append(False)
+    joined.wait(1.1)
+    assert joined.session.state == "live"
