@@ -46,6 +46,9 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
+# Writes of a turn, some 20 us each: a lane that gets its first item needs a file, and a turn that
+# made 32,768 of them would block the loop for seconds.
+WRITES_MAX = 4_096
 # Characters of a refusal's text, well under what a REPLY may hold.
 REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
@@ -85,7 +88,7 @@ class Dispatcher:
         self._delivery = Delivery(self.fabric, self._send, boot_id)
         self._offers = Offers(self.fabric)
         self._operations = operate.Operations(
-            self.fabric, self._meta, self.drain, self._cancel, self._forget
+            self.fabric, self.meta, self.drain, self._cancel, self._forget
         )
         self._next_heartbeat_s = 0.0
         self._next_upkeep_s = 0.0
@@ -342,17 +345,22 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether chores wait that the next tick should go on with at once."""
-        return bool(self._chores)
+        """Whether the next turn should go on at once with what this one left."""
+        return bool(self._chores) or self.writing
+
+    @property
+    def writing(self) -> bool:
+        """Whether more is taken in than one turn could write; until then nothing more should be."""
+        return self.fabric.store.unwritten and not self.fabric.store.no_space
 
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
-        self.fabric.publish(now)
-        if self.fabric.store.unwritten:
-            # The disk is full. What is taken in but not stored is promised to nobody, and neither
-            # is anything after it; both are tried again each turn.
+        self.fabric.publish(now, WRITES_MAX)
+        # What is taken in but not stored is promised to nobody, and neither is anything after it;
+        # both are tried again each turn.
+        if self.fabric.store.no_space:
             self.fabric.count("storage_full_turns")
-        else:
+        elif not self.fabric.store.unwritten:
             self._intake.acknowledge()
         if self.fabric.unsent:
             self._intake.send_results()
@@ -369,17 +377,14 @@ class Dispatcher:
             return
         if backing.has_work:
             backing.end(backing.begin(self._floors()))
-        self._keep_promises()
+        self.outgoing += self._promised
+        self._promised.clear()
 
     def _floors(self) -> dict[int, tuple[int, int]]:
         """How far the numbers and results of producers go that a window is about to cover."""
         touched, self.fabric.touched = self.fabric.touched, set()
         producers = [self.fabric.producers[index] for index in touched]
         return {p.index: (p.upto, p.outbox.last) for p in producers if p is not None}
-
-    def _keep_promises(self) -> None:
-        self.outgoing += self._promised
-        self._promised.clear()
 
     @property
     def sync_wanted(self) -> bool:
@@ -441,7 +446,7 @@ class Dispatcher:
         for peer in self.peers.values():
             self._send(peer, Type.BYE, {"reason": reason})
 
-    # -- helpers ------------------------------------------------------------------------------
+    # -- small parts ------------------------------------------------------------------------------
 
     def _cancel(self, producer: Producer) -> None:
         self._chores.append(self._cancelling(producer))
@@ -458,7 +463,8 @@ class Dispatcher:
         self.fabric.forget(producer)
         self.fabric.event("producer_forgotten", producer.name, now, producer=producer.name)
 
-    def _meta(self, now: float) -> dict[str, Any]:
+    def meta(self, now: float) -> dict[str, Any]:
+        """What a snapshot says of the broker itself."""
         return {
             "boot_id": f"{self.boot_id:016x}",
             "store_id": f"{self.fabric.store.store_id:016x}",
@@ -469,10 +475,6 @@ class Dispatcher:
             "recovery": self.recovery,
             **self.gauges,
         }
-
-    def meta(self, now: float) -> dict[str, Any]:
-        """What a snapshot says of the broker itself."""
-        return self._meta(now)
 
     def _send(
         self,

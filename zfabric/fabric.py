@@ -175,18 +175,18 @@ class Fabric:
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:
-        """Payload bytes that may still be taken in.
+        """Payload bytes that may still be taken into memory; a disk has limits of its own.
 
         Results and dead records count up to half of the limit, so that one producer that reads
         nothing cannot shut out the others.
         """
         limit = self.config.max_bytes
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
-        return limit - unread - self.store.payload_bytes
+        return limit - unread - self.store.memory_bytes
 
     def held_bytes(self) -> int:
-        """Payload bytes in the broker: items, results, dead records."""
-        return self.store.payload_bytes + self.outbox_bytes + self.dead.payload_bytes
+        """Payload bytes in memory: items of a memory store, results, dead records."""
+        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -277,10 +277,10 @@ class Fabric:
         self.dead.next_id = next_dead
         self.retries.update(retries)
 
-    def publish(self, now: float) -> bool:
+    def publish(self, now: float, writes_max: int | None = None) -> bool:
         """Make stored items ready; returns whether there were any."""
         sums: dict[int, tuple[int, int]] = {}
-        for queue, items, tokens in self.store.publish():
+        for queue, items, tokens in self.store.publish(writes_max):
             # An arrival never finds its lane quiescing: such a lane takes no new items.
             self.groups[queue.group].order.added(queue.lane, items, tokens, now)
             before = sums.get(queue.group, (0, 0))

@@ -18,6 +18,7 @@ be on the device then, the number stays. Only this module orders writes.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from array import array
@@ -31,6 +32,7 @@ from urllib.parse import quote
 import xxhash
 
 from zfabric import catalog as catalogs
+from zfabric.diskroom import DiskRoom
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles, descriptor_limit
@@ -42,12 +44,6 @@ from zfabric.segments import Append, Row, Segment, Window
 if TYPE_CHECKING:
     from zfabric.store import LaneQueue
 
-# Free space is looked at this often, and intake stops under the low-water mark, so that running
-# into the end of the disk is the exception. The reserve is given up then: results need room.
-SPACE_CHECK_S = 0.25
-MIN_FREE_BYTES = 64 * 1024 * 1024
-RESERVE_BYTES = 16 * 1024 * 1024
-RESERVE = "reserve"
 CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "catalog.log",
     "lock",
@@ -59,6 +55,7 @@ CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
 NAME_CHARS_MAX = 180
 
 
+@functools.lru_cache(maxsize=4_096)
 def encoded(name: str) -> str:
     """A name as one path component: percent-encoded, bounded, never `.` or `..`."""
     safe = quote(name, safe="").replace(".", "%2E")
@@ -91,12 +88,12 @@ class FileSegment:
         self.done_ahead = 0
         self.tokens = 0
         # (items, tokens) that ended other than completed, by state word
-        self.counts: dict[int, tuple[int, int]] = {}
+        self.counts: dict[int, tuple[int, int]] | None = None
 
-    def extend(self, items: Append, now: float) -> None:
+    def extend(self, items: Append, now: float) -> int:
         """See Segment."""
         when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
-        self.file.append(
+        size = self.file.append(
             Column(
                 items.lengths,
                 items.producer,
@@ -112,10 +109,11 @@ class FileSegment:
         self.lengths.extend(items.lengths)
         self.states.extend(bytes(len(items.lengths)))
         self.tokens += sum(items.lengths)
+        return size
 
-    def flush(self) -> None:
+    def flush(self) -> int:
         """See Segment."""
-        self.file.flush()
+        return self.file.flush()
 
     def read(self, entry: int) -> Row:
         """See Segment."""
@@ -134,10 +132,12 @@ class FileSegment:
             self._backing.owe_word(self.file, entry, DEAD_WORD)
         else:
             self._backing.owe_tombstone(self.file, entry)
-        return self.file.sizes[entry]
+        return self.file.payload_bytes(entry)
 
     def count(self, word: int, tokens: int) -> None:
         """An entry ended, and not completed."""
+        if self.counts is None:
+            self.counts = {}
         items, before = self.counts.get(word, (0, 0))
         self.counts[word] = (items + 1, before + tokens)
 
@@ -191,12 +191,10 @@ class FileBacking:
         self._floors: dict[int, tuple[int, int]] = {}
         self._owed_floors: dict[int, tuple[int, int]] = {}
         self.syncs = 0
-        self.min_free_bytes = MIN_FREE_BYTES
-        self.max_disk_bytes: int | None = None
+        # files of items that have been written, and their bytes
+        self.segment_files = 0
         self.segment_bytes = 0
-        self._space_checked_s = -SPACE_CHECK_S
-        self._no_space: str | None = None
-        self.reserved = False
+        self.room = DiskRoom(files)
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class FileBacking:
             self.segment_items_max,
             time.time(),
         )
-        return FileSegment(slot, queue, self, SegmentFile(self, self.path_of(header), header))
+        return FileSegment(slot, queue, self, SegmentFile(self, header))
 
     def path_of(self, header: Header) -> Path:
         """Where the file with this header belongs."""
@@ -247,7 +245,7 @@ class FileBacking:
         if file is None or len(file.offsets) >= file.header.capacity or seq != following:
             capacity, nonce = self.segment_items_max, secrets.randbits(64)
             header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
-            file = SegmentFile(self, self.path_of(header), header)
+            file = SegmentFile(self, header)
             kept.append(ResultFile(file, seq))
         gap = result.gap if result.retry_of is None else result.retry_of
         payloads = (result.payload,)
@@ -290,7 +288,7 @@ class FileBacking:
     def rewrite_catalog(self, nonces: Iterable[int]) -> None:
         """Replace the log by one that says the same in few records. Not while a window is open."""
         fresh = self._log_path.with_suffix(".new")
-        self.descriptors.forget(self._log_path)
+        self.descriptors.forget(CATALOG)
         self.files.unlink(fresh)
         self.catalog.window = self.window
         descriptor = self.files.open(fresh, create=True)
@@ -307,39 +305,31 @@ class FileBacking:
     # -- room ---------------------------------------------------------------------------------
 
     def full(self, now: float) -> str | None:
-        """See Backing: under the low-water mark, or over what this store may use."""
-        if now >= self._space_checked_s + SPACE_CHECK_S:
-            self._space_checked_s = now
-            free = self.files.free_bytes()
-            self._no_space = None
-            if free < self.min_free_bytes:
-                self._no_space = f"{free} bytes are free, {self.min_free_bytes} are kept back"
-                self._give_up_reserve()
-            elif self.max_disk_bytes is not None and self.disk_bytes() >= self.max_disk_bytes:
-                self._no_space = f"the store uses the {self.max_disk_bytes} bytes that it may"
-            else:
-                self._take_reserve()
-        return self._no_space
+        """See Backing."""
+        return self.room.refusal(now, self.disk_bytes)
 
-    def _reserve_path(self) -> Path:
-        return self.root / RESERVE
-
-    def _take_reserve(self) -> None:
-        """Keep room for results on a disk that others may fill."""
-        if not self.reserved:
-            self.files.reserve(self._reserve_path(), RESERVE_BYTES)
-            self.reserved = True
-
-    def _give_up_reserve(self) -> None:
-        if self.reserved:
-            self.files.unlink(self._reserve_path())
-            self.reserved = False
+    def count_file(self, file: SegmentFile, sign: int = 1) -> None:
+        """A file of items is there, or with -1 gone."""
+        if file.flushed:
+            self.segment_files += sign
+            self.segment_bytes += sign * file.flushed
 
     def disk_bytes(self) -> int:
         """Bytes of all segment and result files, as far as they were written."""
         return self.segment_bytes + sum(
             kept.file.flushed for files in self.results.values() for kept in files
         )
+
+    def usage(self) -> dict[str, Any] | None:
+        """See Backing."""
+        return {
+            "segment_files": self.segment_files,
+            "segment_bytes": self.segment_bytes,
+            "bytes": self.disk_bytes(),
+            "limit_bytes": self.room.max_disk_bytes,
+            "min_free_bytes": self.room.min_free_bytes,
+            "full": self.room.reason,
+        }
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -353,8 +343,8 @@ class FileBacking:
             self._log = []
 
     def _append_log(self, records: list[bytes]) -> None:
-        descriptor = self.descriptors.get(self._log_path)
-        self._log_end = self.files.write(self._log_path, descriptor, records, self._log_end)
+        path, descriptor = self.descriptors.get(CATALOG, lambda: self._log_path)
+        self._log_end = self.files.write(path, descriptor, records, self._log_end)
         self.dirty = True
 
     @property
@@ -380,7 +370,8 @@ class FileBacking:
         else:
             window.floors, self._owed_floors = self._owed_floors, {}
         self.dirty = False
-        if self.durability == "fsync":
+        if self.durability == "fsync" and not window.partial:
+            # What is left carries this number, and must not look older than what is safe.
             self.window += 1
         return window
 
@@ -406,7 +397,7 @@ class FileBacking:
         for file in (*(s.file for s in window.retired), *(kept.file for kept in window.finished)):
             if window.partial:
                 self._record_numbers(file)
-            following.unlink.append(file.path)
+            following.unlink.append(file)
         for segment in window.retired:
             self._record_retired(segment)
         self._log += [catalogs.pack(fields) for fields in window.later]
@@ -415,8 +406,9 @@ class FileBacking:
     def _mark(self, window: Window) -> None:
         """Unlink and mark what is over; what is done is no longer in the window."""
         while window.unlink:
-            path = window.unlink[-1]
-            self.descriptors.forget(path)
+            file = window.unlink[-1]
+            path = file.path
+            self.descriptors.forget(file.header.nonce)
             self.files.unlink(path)
             self.files.remove_empty(path.parent)
             self.files.remove_empty(path.parent.parent)
@@ -434,7 +426,7 @@ class FileBacking:
             window.freed.pop()
 
     def _record_retired(self, segment: FileSegment) -> None:
-        counts = segment.counts
+        counts = segment.counts or {}
         dead, quarantined = counts.get(DEAD_WORD, (0, 0)), counts.get(QUARANTINED_WORD, (0, 0))
         self.record(
             t="retired",
@@ -446,7 +438,7 @@ class FileBacking:
             quarantined_items=quarantined[0],
             quarantined_tokens=quarantined[1],
         )
-        self.segment_bytes -= segment.file.flushed - segment.file.header.data_offset
+        self.count_file(segment.file, -1)
 
     def _record_numbers(self, file: SegmentFile) -> None:
         """Keep the numbers of a file that goes before its producers' floors may cover them."""

@@ -284,7 +284,7 @@ class Judge:
                 word = self._end_of(found, file, place, number, lost)
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
-                    found.live_bytes += file.sizes[place]
+                    found.live_bytes += found.file.payload_bytes(place)
                     if file.attempts[place]:
                         found.attempts[place] = file.attempts[place]
             if word == VOID_WORD:

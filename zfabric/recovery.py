@@ -27,7 +27,6 @@ from zfabric.files import (
     LOCK,
     OUTBOX,
     QUARANTINE,
-    RESERVE,
     SEGMENTS,
     FileBacking,
     ResultFile,
@@ -159,7 +158,7 @@ class _Recovery:
         backing.window = max(newest, known.window) + 1
 
         def file_of(file: Scanned) -> SegmentFile:
-            return SegmentFile(backing, file.path, file.header, file.offsets, file.sizes, file.end)
+            return SegmentFile(backing, file.header, file.offsets, file.end)
 
         judge = Judge(known, safe, self.found, file_of)
         by_owner: dict[int, list[Scanned]] = {owner: [] for owner in known.producers}
@@ -220,14 +219,11 @@ class _Recovery:
 
         Raises NoSpace where not even the reserve is enough.
         """
-        backing.reserved = (self._root / RESERVE).exists()
         try:
             self._change(backing)
         except NoSpace:
-            if not backing.reserved:
+            if not backing.room.give_up_reserve():
                 raise
-            self._files.unlink(self._root / RESERVE)
-            backing.reserved = False
             self._change(backing)
 
     def _change(self, backing: FileBacking) -> None:

@@ -119,8 +119,8 @@ def _file_segment(
     segment.lengths = found.lengths
     segment.states = found.states
     segment.tokens = sum(found.lengths)
-    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD}
-    backing.segment_bytes += found.file.flushed - found.header.data_offset
+    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD} or None
+    backing.count_file(found.file)
     return segment
 
 
