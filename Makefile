@@ -7,10 +7,12 @@ STAMP := $(VENV)/.installed
 ENGINE ?=
 MODEL ?=
 ARGS ?=
+# How often `make soak` kills the broker.
+KILLS ?= 200
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 14
@@ -36,6 +38,10 @@ check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/test_style.py
+
+soak: $(STAMP) ## a loaded broker killed 200 times (KILLS), and a crash at every point of a run
+	SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/test_soak.py --timeout 3600
+	CRASH_POINTS=all $(BIN)/python -m pytest -q tests/test_crash_points.py --timeout 3600
 
 clean: ## remove what make has made, .venv too
 	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,6 +6,7 @@ and ack start a real broker. Sizes are bytes, times seconds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -30,7 +31,7 @@ from zfabric.store import Store
 
 MESSAGE = 1_024
 # items that fill an allocator's pools before anything is measured
-ROUND = 32 * MESSAGE
+ROUND = 128 * MESSAGE
 ITEMS_MAX = 10**8
 LIMITS: dict[str, Any] = {"max_items": ITEMS_MAX, "producer_items_max": ITEMS_MAX}
 PEER = b"bench"
@@ -155,14 +156,20 @@ class _Process:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _submit(client: Client, items: int, size: int, progress: Callable[[int], None]) -> None:
-    shapes = [Shape.of("bench", str(k)) for k in range(16)]
-    lengths, payload = _cycle(20, 4_000), bytes(size)
-    sink = Results()
+def _submit(
+    client: Client,
+    items: int,
+    size: int,
+    lengths: Iterator[int],
+    shapes: int,
+    progress: Callable[[int], None],
+) -> None:
+    of = [Shape.of("bench", str(k)) for k in range(shapes)]
+    payload, sink = bytes(size), Results()
     for start in range(0, items, MESSAGE):
         count = min(MESSAGE, items - start)
         client.enqueue_waiting(
-            [Item(shapes[k % 16], payload, next(lengths)) for k in range(count)], sink, None
+            [Item(of[k % shapes], payload, next(lengths)) for k in range(count)], sink, None
         )
         progress(start + count)
 
@@ -172,16 +179,16 @@ def memory(
 ) -> dict[str, Any]:
     """Memory of a real broker for each queued item, over the same broker when it was empty.
 
-    Before that it takes in one round of items and gives it up again, so that what its allocator
-    keeps for messages on their way is no part of the figure.
+    Before that it takes in one round of items, all in one lane, and gives them up again, so that
+    what its allocator keeps for messages on their way is no part of the figure.
     """
     with _Process(directory) as process:
-        _submit(process.client, ROUND, size, lambda done: None)
+        _submit(process.client, ROUND, size, itertools.repeat(1), 1, lambda done: None)
         process.await_queued(ROUND)
         process.client.request("producers.cancel", 60.0, name="bench")
         process.await_queued(0)
         empty = process.rss_bytes()
-        _submit(process.client, items, size, progress)
+        _submit(process.client, items, size, _cycle(20, 4_000), 16, progress)
         process.await_queued(items)
         used = process.rss_bytes() - empty
         stats = process.client.stats(60.0)
