@@ -205,6 +205,11 @@ class FaultFiles(OsFiles):
         self._change(Op("truncate", "", self._file(path), size))
         super().truncate(path, descriptor, size)
 
+    def punch(self, path: Path, descriptor: int, offset: int, size: int) -> None:
+        self._call("punch", path)
+        self._change(Op("write", "", self._file(path), offset, bytes(size)))
+        super().punch(path, descriptor, offset, size)
+
     def rename(self, old: Path, new: Path) -> None:
         self._call("rename", old)
         self._change(Op("rename", self._name(old), to=self._name(new)))

@@ -53,8 +53,6 @@ WRITES_MAX = 4_096
 REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
-
-
 # What tells a peer that something is safe: it goes out when that is so.
 PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
@@ -326,6 +324,7 @@ class Dispatcher:
             peer.heard_s += late_s
 
     def _maintain(self, now: float) -> None:
+        self.fabric.store.backing.upkeep(now)
         lanes = 0
         while lanes < UPKEEP_LANES:
             number = next(self._upkeep, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
     ALIGN,
     ENTRY_HEADER_BYTES,
+    HEADER_BYTES,
     ITEMS,
     TOMBSTONE_WORD,
     Column,
@@ -30,6 +31,7 @@ from zfabric.segment import (
     read_entry,
     scan,
     word_offset,
+    words_of,
 )
 
 if TYPE_CHECKING:
@@ -157,13 +159,18 @@ class SegmentFile:
         """
         return self._span(place) - ENTRY_HEADER_BYTES
 
-    def _span(self, place: int) -> int:
-        offsets = self.offsets
-        begin = offsets[place]
+    def begin_of(self, place: int) -> int:
+        """The offset at which an entry begins."""
+        return self.header.data_offset + ALIGN * self.offsets[place]
+
+    def end_of(self, place: int) -> int:
+        """The offset at which what follows an entry begins."""
         # Places that were lost have an offset of 0.
-        behind = next((offset for offset in islice(offsets, place + 1, None) if offset), None)
-        end = self.tail - self.header.data_offset if behind is None else ALIGN * behind
-        return end - ALIGN * begin
+        behind = next((offset for offset in islice(self.offsets, place + 1, None) if offset), None)
+        return self.tail if behind is None else self.header.data_offset + ALIGN * behind
+
+    def _span(self, place: int) -> int:
+        return self.end_of(place) - self.begin_of(place)
 
     def flush(self) -> int:
         """Write what was taken, and the header before the first of it.
@@ -190,7 +197,7 @@ class SegmentFile:
 
     def entry(self, place: int) -> tuple[Entry, bytes]:
         """(the entry, its payload). Raises StorageError where it is damaged."""
-        offset = self.header.data_offset + ALIGN * self.offsets[place]
+        offset = self.begin_of(place)
         path, descriptor = self._opened()
         block = self._backing.files.read(path, descriptor, self._span(place), offset)
         try:
@@ -206,6 +213,17 @@ class SegmentFile:
         data = self._backing.files.read(path, descriptor, self.flushed - start, start)
         found = scan(self.header, data, payloads=False)
         return [entry for entry in found if isinstance(entry, Entry)]
+
+    def words(self) -> Sequence[int]:
+        """The state word of every place, read from the file."""
+        path, descriptor = self._opened()
+        size = self.header.data_offset - HEADER_BYTES
+        return words_of(self._backing.files.read(path, descriptor, size, HEADER_BYTES))[0]
+
+    def punch(self, begin: int, end: int) -> None:
+        """Give the bytes between two offsets back to the disk."""
+        path, descriptor = self._opened()
+        self._backing.files.punch(path, descriptor, begin, end - begin)
 
     def write_word(self, place: int, word: int, attempts: int) -> None:
         """Set the state word and the attempts of one entry, in place."""

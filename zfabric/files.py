@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,11 +34,13 @@ from zfabric import catalog as catalogs
 from zfabric.diskroom import DiskRoom
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
+from zfabric.filesegment import FileSegment
 from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
+from zfabric.pins import Hole, Pins
 from zfabric.protocol import NUMBER_MAX
 from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Column, Header
-from zfabric.segments import Append, Row, Segment, Window
+from zfabric.segments import Segment, Window
 
 if TYPE_CHECKING:
     from zfabric.store import LaneQueue
@@ -62,92 +63,6 @@ def encoded(name: str) -> str:
     if len(safe) <= NAME_CHARS_MAX:
         return safe
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
-
-
-class FileSegment:
-    """A lane's segment on disk: cursors here, bytes in its file."""
-
-    __slots__ = (
-        "_backing", "boundary", "counts", "cursor", "deleted", "done_ahead", "file", "lengths",
-        "nonce", "queue", "slot", "states", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, slot: int, queue: LaneQueue, backing: FileBacking, file: SegmentFile
-    ) -> None:
-        self.slot = slot
-        self.nonce = file.header.nonce
-        self.queue = queue
-        self.file = file
-        self._backing = backing
-        self.lengths = array("I")
-        self.states = bytearray()
-        self.boundary = 0
-        self.cursor = 0
-        self.deleted = 0
-        self.done_ahead = 0
-        self.tokens = 0
-        # (items, tokens) that ended other than completed, by state word
-        self.counts: dict[int, tuple[int, int]] | None = None
-
-    def extend(self, items: Append, now: float) -> int:
-        """See Segment."""
-        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
-        size = self.file.append(
-            Column(
-                items.lengths,
-                items.producer,
-                items.numbers,
-                items.gaps or [1] * len(items.lengths),
-                when_us,
-                self._backing.window,
-                items.targets,
-                items.tags,
-                items.payloads,
-            )
-        )
-        self.lengths.extend(items.lengths)
-        self.states.extend(bytes(len(items.lengths)))
-        self.tokens += sum(items.lengths)
-        return size
-
-    def flush(self) -> int:
-        """See Segment."""
-        return self.file.flush()
-
-    def read(self, entry: int) -> Row:
-        """See Segment."""
-        found, payload = self.file.entry(entry)
-        enqueued_s = found.when_us / 1e6 - self._backing.wall_offset_s
-        return Row(found.owner, found.number, found.target, found.tag, enqueued_s, payload)
-
-    def enqueued_s(self, entry: int) -> float:
-        """See Segment."""
-        return self.read(entry).enqueued_s
-
-    def tombstone(self, entry: int, *, dead: bool) -> int:
-        """See Segment; written when the result it speaks of is durable."""
-        if dead:
-            self.count(DEAD_WORD, self.lengths[entry])
-            self._backing.owe_word(self.file, entry, DEAD_WORD)
-        else:
-            self._backing.owe_tombstone(self.file, entry)
-        return self.file.payload_bytes(entry)
-
-    def count(self, word: int, tokens: int) -> None:
-        """An entry ended, and not completed."""
-        if self.counts is None:
-            self.counts = {}
-        items, before = self.counts.get(word, (0, 0))
-        self.counts[word] = (items + 1, before + tokens)
-
-    def set_attempts(self, entry: int, attempts: int) -> None:
-        """See Segment."""
-        self.file.write_word(entry, 0, attempts)
-
-    def drop(self) -> None:
-        """See Segment."""
-        self._backing.owe_retirement(self)
 
 
 @dataclass(slots=True)
@@ -195,6 +110,7 @@ class FileBacking:
         self.segment_files = 0
         self.segment_bytes = 0
         self.room = DiskRoom(files)
+        self.pins = Pins()
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -308,11 +224,12 @@ class FileBacking:
         """See Backing."""
         return self.room.refusal(now, self.disk_bytes)
 
-    def count_file(self, file: SegmentFile, sign: int = 1) -> None:
-        """A file of items is there, or with -1 gone."""
-        if file.flushed:
+    def count_file(self, segment: FileSegment, sign: int = 1) -> None:
+        """The file of a segment is there, or with -1 gone."""
+        if segment.file.flushed:
+            holes = sum(hole.end - hole.begin for hole in segment.holes or ())
             self.segment_files += sign
-            self.segment_bytes += sign * file.flushed
+            self.segment_bytes += sign * (segment.file.flushed - holes)
 
     def disk_bytes(self) -> int:
         """Bytes of all segment and result files, as far as they were written."""
@@ -330,6 +247,10 @@ class FileBacking:
             "min_free_bytes": self.room.min_free_bytes,
             "full": self.room.reason,
         }
+
+    def upkeep(self, now: float) -> None:
+        """See Backing."""
+        self._open_window.holes += self.pins.due(now)
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -389,7 +310,11 @@ class FileBacking:
         except NoSpace:
             following.absorb(window)
             return
-        if window.retired or window.finished:
+        if window.partial:
+            # The floors do not cover the numbers of all that is in a file.
+            following.holes += window.holes
+            window.holes.clear()
+        if window.retired or window.finished or window.holes:
             # A file may only go when the catalog says what its entries had shown.
             for owner, (upto, seq) in self._floors.items():
                 self.record(t="floor", i=owner, upto=upto, seq=seq)
@@ -398,6 +323,8 @@ class FileBacking:
             if window.partial:
                 self._record_numbers(file)
             following.unlink.append(file)
+        for segment, holes in window.holes:
+            self._record_holes(segment, holes, following)
         for segment in window.retired:
             self._record_retired(segment)
         self._log += [catalogs.pack(fields) for fields in window.later]
@@ -413,6 +340,10 @@ class FileBacking:
             self.files.remove_empty(path.parent)
             self.files.remove_empty(path.parent.parent)
             window.unlink.pop()
+        while window.punches:
+            file, begin, end = window.punches.pop()
+            if file.header.nonce not in self.catalog.retired:
+                file.punch(begin, end)
         for nonce, (file, places) in list(window.tombstones.items()):
             file.write_tombstones(places)
             del window.tombstones[nonce]
@@ -424,6 +355,22 @@ class FileBacking:
             kept, places = window.freed[-1]
             kept.file.write_tombstones(places)
             window.freed.pop()
+
+    def _record_holes(self, segment: FileSegment, holes: list[Hole], following: Window) -> None:
+        """Keep what entries say of themselves whose bytes are about to go."""
+        if segment.deleted == len(segment.states):
+            return
+        words, lengths = segment.file.words(), segment.lengths
+        for hole in holes:
+            counts: dict[int, tuple[int, int]] = {}
+            for place in range(hole.first, hole.stop):
+                items, tokens = counts.get(words[place], (0, 0))
+                counts[words[place]] = (items + 1, tokens + lengths[place])
+            ended = [[word, items, tokens] for word, (items, tokens) in counts.items()]
+            self.record(t="hole", nonce=segment.nonce, hole=list(hole), ended=ended)
+            following.punches.append((segment.file, hole.begin, hole.end))
+            self.segment_bytes -= hole.end - hole.begin
+        segment.holes = (segment.holes or []) + holes
 
     def _record_retired(self, segment: FileSegment) -> None:
         counts = segment.counts or {}
@@ -438,7 +385,7 @@ class FileBacking:
             quarantined_items=quarantined[0],
             quarantined_tokens=quarantined[1],
         )
-        self.count_file(segment.file, -1)
+        self.count_file(segment, -1)
 
     def _record_numbers(self, file: SegmentFile) -> None:
         """Keep the numbers of a file that goes before its producers' floors may cover them."""

@@ -17,6 +17,7 @@ from zfabric.catalog import Catalog
 from zfabric.entryfiles import SegmentFile
 from zfabric.errors import StorageError
 from zfabric.outbox import Stored, error_payload
+from zfabric.pins import Hole
 from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX, Status
 from zfabric.scanning import Scanned
 from zfabric.segment import (
@@ -65,6 +66,9 @@ class FoundSegment:
     owners: array[int]
     # (items, tokens) of what is over, by state word
     counts: dict[int, tuple[int, int]]
+    # runs of entries whose bytes were given back, and the tokens that their items had
+    holes: list[Hole]
+    hole_tokens: int
 
 
 @dataclass(slots=True)
@@ -137,6 +141,8 @@ class Judge:
             damage = readable.get(place)
             word = file.words[place]
             if word == VOID_WORD or (damage is None and file.numbers[place]):
+                continue
+            if file.is_hole(place):
                 continue
             entry = damage.entry if damage is not None else None
             window = entry.window if entry is not None else _window_after(file, place)
@@ -276,8 +282,15 @@ class Judge:
             0,
             file.owners,
             {},
+            file.holes,
+            sum(tokens for _, _, tokens in file.ended),
         )
+        for word, items, tokens in file.ended:
+            before = found.counts.get(word, (0, 0))
+            found.counts[word] = (before[0] + items, before[1] + tokens)
         for place in range(file.places):
+            if file.is_hole(place):
+                continue
             number = file.numbers[place]
             word = file.words[place]
             if word == LIVE_WORD:

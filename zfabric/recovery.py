@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zfabric import catalog as catalogs
 from zfabric.entryfiles import SegmentFile
@@ -126,6 +127,11 @@ class _Recovery:
 
     def read_files(self, backing: FileBacking) -> None:
         """Every file of results and of items. Raises NewerFormat for one of a later release."""
+        holes = backing.catalog.holes
+
+        def holes_of(nonce: int) -> list[dict[str, Any]]:
+            return holes.get(nonce, [])
+
         for part, kind, into in (
             (OUTBOX, RESULTS, self._results),
             (SEGMENTS, ITEMS, self._items),
@@ -140,7 +146,7 @@ class _Recovery:
                 data = self._read(path)
                 self.found.bytes_read += len(data)
                 try:
-                    into.append(scan_file(path, kind, data, backing.path_of))
+                    into.append(scan_file(path, kind, data, backing.path_of, holes_of))
                 except NewerFormat:
                     raise
                 except StorageError as error:

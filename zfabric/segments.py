@@ -115,6 +115,9 @@ class Window:
     words: list[tuple[Any, int, int]] = field(default_factory=list)
     freed: list[tuple[Any, list[int]]] = field(default_factory=list)
     retired: list[Any] = field(default_factory=list)
+    # (segment, holes) to be recorded; (file, begin, end) that are recorded and may be made
+    holes: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    punches: list[tuple[Any, int, int]] = field(default_factory=list)
     finished: list[Any] = field(default_factory=list)
     unlink: list[Any] = field(default_factory=list)
     # records that may only be written when everything of this window is durable
@@ -131,6 +134,8 @@ class Window:
         self.words += other.words
         self.freed += other.freed
         self.retired += other.retired
+        self.holes += other.holes
+        self.punches += other.punches
         self.finished += other.finished
         self.unlink += other.unlink
         self.later += other.later
@@ -143,6 +148,8 @@ class Window:
             or self.words
             or self.freed
             or self.retired
+            or self.holes
+            or self.punches
             or self.finished
             or self.unlink
             or self.later
@@ -173,6 +180,9 @@ class Backing(Protocol):
 
     def usage(self) -> dict[str, Any] | None:
         """What it takes of a disk and what it may take; None where it takes none."""
+
+    def upkeep(self, now: float) -> None:
+        """Give back what a few live items keep; to be called now and then."""
 
     @property
     def has_work(self) -> bool:
@@ -295,6 +305,9 @@ class MemoryBacking:
     def usage(self) -> dict[str, Any] | None:
         """See Backing."""
         return None
+
+    def upkeep(self, now: float) -> None:
+        """See Backing."""
 
     @property
     def has_work(self) -> bool:
