@@ -454,6 +454,17 @@ def test_sigkill_at_every_operation(tmp_path: Path, durability: str, torn: bool)
         go_on(image, run.known[at], tmp_path / f"at{at}", durability, old_worker=old)
 
 
+@pytest.mark.parametrize("how", ["killed", "dropped", "torn"])
+def test_crash_while_what_came_in_is_written_in_many_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("zfabric.dispatcher.WRITES_MAX", 1)
+    run = Recording(tmp_path / "run", "fsync")
+    for at in points(len(run.faults.ops)):
+        image = run.faults.killed(at) if how == "killed" else run.faults.unplugged(at, how)
+        go_on(image, run.known[at], tmp_path / f"at{at}", "fsync", old_worker=False)
+
+
 @pytest.mark.parametrize(
     ("how", "seed"), [("dropped", 0), ("kept", 0), *(("torn", seed) for seed in SEEDS)]
 )
