@@ -75,7 +75,13 @@ class Endpoints(NamedTuple):
 class Broker:
     """A broker on its own sockets. `bind`, then `run` in one thread until it is told to end."""
 
-    def __init__(self, config: BrokerConfig, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        config: BrokerConfig,
+        store: Store | None = None,
+        *,
+        rebuild_catalog: bool = False,
+    ) -> None:
         if not config.insecure and not is_loopback(config.bind):
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
@@ -83,7 +89,9 @@ class Broker:
         backing: FileBacking | None = None
         if store is None and config.data is not None:
             root = Path(config.data)
-            backing, self.recovered = open_backing(root, config.durability, OsFiles(root))
+            backing, self.recovered = open_backing(
+                root, config.durability, OsFiles(root), rebuild=rebuild_catalog
+            )
             backing.room.min_free_bytes = config.min_free
             backing.room.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))

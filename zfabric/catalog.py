@@ -22,6 +22,8 @@ catalog cannot be trusted, and the store refuses to start. The store says what i
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -67,6 +69,8 @@ class Catalog:
     dead: dict[int, dict[str, Any]] = field(default_factory=dict)
     next_dead: int = 1
     retries: dict[int, int] = field(default_factory=dict)
+    # made of what could still be read: a number that is missing is no loss, it was not looked for
+    salvaged: bool = False
     # the next commit window; all before the last one begun are on the device
     window: int = 1
 
@@ -199,12 +203,34 @@ def read(data: bytes) -> tuple[Catalog, int]:
     return catalog, position
 
 
+def salvage(data: bytes) -> Catalog:
+    """A catalog of all records of a damaged log that are whole. Raises NewerFormat as `read`.
+
+    Its store is another one: who was promised something asks again, and is told what is so.
+    """
+    catalog = Catalog(salvaged=True)
+    position = 0
+    while position < len(data):
+        body = _body(data, position)
+        if body is not None:
+            # What is whole and makes no sense was written by nobody.
+            with contextlib.suppress(
+                KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException
+            ):
+                catalog.take(msgpack.unpackb(body, strict_map_key=False))
+        position += 1 if body is None else _PREFIX.size + len(body)
+    catalog.store_id = secrets.randbits(64)
+    return catalog
+
+
 def _body(data: bytes, position: int) -> bytes | None:
     if len(data) - position < _PREFIX.size:
         return None
     size, crc = _PREFIX.unpack_from(data, position)
+    if not 0 < size <= len(data) - position - _PREFIX.size:
+        return None
     body = data[position + _PREFIX.size : position + _PREFIX.size + size]
-    if not size or len(body) < size or zlib.crc32(body) != crc:
+    if zlib.crc32(body) != crc:
         return None
     return body
 

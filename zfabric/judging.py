@@ -427,7 +427,7 @@ class Judge:
             if before > upto and (not safe or number in floor.above):
                 above.add(number)
                 continue
-            if before > upto:
+            if before > upto and not self._catalog.salvaged:
                 # Something was accepted before it, and no file has it.
                 missing = self._miss(producer, upto, before, above) or missing
             upto = number

@@ -34,6 +34,7 @@ from zfabric.files import (
 )
 from zfabric.judging import FoundProducer, FoundSegment, Judge, Lost, Recovered
 from zfabric.osfiles import OsFiles
+from zfabric.protocol import NUMBER_MAX
 from zfabric.scanning import Scanned, scan_file
 from zfabric.segment import (
     HEADER_BYTES,
@@ -48,9 +49,12 @@ from zfabric.segment import (
 __all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "open_backing"]
 
 
-def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacking, Recovered]:
+def open_backing(
+    root: Path, durability: str, files: OsFiles, *, rebuild: bool = False
+) -> tuple[FileBacking, Recovered]:
     """Open a data directory, or make a new one; what it holds comes back as `Recovered`.
 
+    With `rebuild`, a catalog that is damaged or missing is made anew from what can be read.
     Raises StorageError where the directory is in use, its catalog cannot be trusted or the system
     fails, NewerFormat where a later release wrote it.
     """
@@ -61,7 +65,7 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
     try:
         # What a killed broker wrote may rest in memory only; nothing is concluded from that.
         files.sync_all()
-        recovery = _Recovery(root, files)
+        recovery = _Recovery(root, files, rebuild=rebuild)
         known = recovery.read_catalog()
         backing = FileBacking(files, durability, known, lock)
         recovery.read_files(backing)
@@ -81,8 +85,9 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
 class _Recovery:
     """One start: read, judge, change."""
 
-    def __init__(self, root: Path, files: OsFiles) -> None:
+    def __init__(self, root: Path, files: OsFiles, *, rebuild: bool) -> None:
         self._root = root
+        self._rebuild = rebuild
         self._files = files
         self.found = Recovered()
         self._results: list[Scanned] = []
@@ -99,7 +104,7 @@ class _Recovery:
         if not path.exists():
             for part in (SEGMENTS, OUTBOX):
                 if self._files.find(self._root / part, ".seg"):
-                    raise StorageError(f"{path} is missing beside {part}; restore it from a copy")
+                    return self._salvage(path, b"", f"is missing beside {part}")
             return catalogs.Catalog(store_id=secrets.randbits(64))
         data = self._read(path)
         try:
@@ -107,12 +112,28 @@ class _Recovery:
         except NewerFormat as error:
             raise NewerFormat(f"{self._root}: {error}") from None
         except StorageError as error:
-            raise StorageError(f"{path} is {error}; restore it from a copy") from None
+            return self._salvage(path, data, f"is {error}")
         if not known.store_id:
-            raise StorageError(f"{path} does not begin with its store record; restore it")
+            return self._salvage(path, data, "does not begin with its store record")
         if end < len(data):
             self.found.torn_bytes += len(data) - end
             self._evidence.append((path, end, len(data)))
+        return known
+
+    def _salvage(self, path: Path, data: bytes, reason: str) -> catalogs.Catalog:
+        """What can still be read, where that was asked for. Raises StorageError elsewhere."""
+        if not self._rebuild:
+            raise StorageError(
+                f"{path} {reason}; restore it from a copy, or start with --rebuild-catalog to go "
+                "on with what the segments say: producers whose name is lost are called lost-N"
+            )
+        try:
+            known = catalogs.salvage(data)
+        except NewerFormat as error:
+            raise NewerFormat(f"{self._root}: {error}") from None
+        self.found.quarantined_files.append(f"{path.name}: {reason}")
+        if data:
+            self._evidence.append((path, 0, len(data)))
         return known
 
     def _read(self, path: Path) -> bytes:
@@ -158,6 +179,8 @@ class _Recovery:
         """What is so, and what must change for that. Nothing is written."""
         known = backing.catalog
         scanned = [*self._results, *self._items]
+        if known.salvaged:
+            _name_the_lost(known, self._results, self._items)
         newest = max((max(file.windows, default=0) for file in scanned), default=0)
         # A window is begun when the last but one is safe; the catalog's when the last one is.
         safe = max(newest - 2, known.window - 1)
@@ -295,6 +318,20 @@ class _Recovery:
         """Places that entries will have yet begin live and without attempts."""
         rest = len(file.words) - file.places
         self._write(file, [bytes(STATE_BYTES * rest)], word_offset(file.places))
+
+
+def _name_the_lost(known: catalogs.Catalog, results: list[Scanned], items: list[Scanned]) -> None:
+    """Give a name to every owner of which the catalog has lost the record, and a floor to all."""
+    first: dict[int, int] = {}
+    for file in (*results, *items):
+        for owner, number in zip(file.owners, file.numbers, strict=True):
+            if 0 < number <= NUMBER_MAX:
+                first[owner] = min(number, first.get(owner, number))
+    for owner, number in first.items():
+        if owner not in known.producers:
+            known.take({"t": "producer", "i": owner, "name": f"lost-{owner}"})
+        floor = known.producers[owner]
+        floor.upto = max(floor.upto, number - 1)
 
 
 def _nonce_of(path: Path) -> int | None:
