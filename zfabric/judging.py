@@ -29,6 +29,7 @@ from zfabric.segment import (
     VOID_WORD,
     Damage,
     Header,
+    aligned,
 )
 from zfabric.segments import LIVE, TOMBSTONE
 
@@ -288,6 +289,7 @@ class Judge:
         for word, items, tokens in file.ended:
             before = found.counts.get(word, (0, 0))
             found.counts[word] = (before[0] + items, before[1] + tokens)
+        patchy = bool(file.damages or file.holes)
         for place in range(file.places):
             if file.is_hole(place):
                 continue
@@ -297,7 +299,10 @@ class Judge:
                 word = self._end_of(found, file, place, number, lost)
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
-                    found.live_bytes += found.file.payload_bytes(place)
+                    if patchy:
+                        found.live_bytes += found.file.payload_bytes(place)
+                    else:
+                        found.live_bytes += aligned(file.sizes[place])
                     if file.attempts[place]:
                         found.attempts[place] = file.attempts[place]
             if word == VOID_WORD:

@@ -86,20 +86,33 @@ class Scanned:
 
     def put(self, entry: Entry) -> None:
         """Enter what an entry says at its place, and nothing for places that were left out."""
-        while len(self.numbers) <= entry.place:
+        place = entry.place
+        if place == len(self.numbers):
+            self.lengths.append(entry.length)
+            self.owners.append(entry.owner)
+            self.numbers.append(entry.number)
+            self.gaps.append(entry.gap)
+            self.windows.append(entry.window)
+            self.offsets.append((entry.offset - self.header.data_offset) // 8)
+            self.sizes.append(entry.size)
+            self._seen(entry)
+            return
+        while len(self.numbers) <= place:
             for column in (self.lengths, self.owners, self.offsets, self.sizes):
                 column.append(0)
             for wide in (self.numbers, self.gaps, self.windows):
                 wide.append(0)
-        place = entry.place
         self.lengths[place], self.owners[place] = entry.length, entry.owner
         self.numbers[place], self.gaps[place] = entry.number, entry.gap
         self.windows[place] = entry.window
         self.offsets[place] = (entry.offset - self.header.data_offset) // 8
         self.sizes[place] = entry.size
+        self._seen(entry)
+
+    def _seen(self, entry: Entry) -> None:
         self.target = max(self.target, entry.target, entry.length)
         if self.header.kind == RESULTS and self.first_seq is None:
-            self.first_seq = entry.when_us - place
+            self.first_seq = entry.when_us - entry.place
 
     def skip(self, hole: Hole) -> None:
         """Entries whose bytes are gone, all of them over."""
@@ -112,7 +125,7 @@ class Scanned:
 
     def is_hole(self, place: int) -> bool:
         """Whether the bytes of an entry were given back."""
-        return any(hole.first <= place < hole.stop for hole in self.holes)
+        return bool(self.holes) and any(h.first <= place < h.stop for h in self.holes)
 
     def blank(self, place: int) -> None:
         """The place holds nothing that was ever accepted."""
