@@ -22,7 +22,6 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
-from zfabric.outbox import error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import (
     GONE,
@@ -53,7 +52,7 @@ WRITES_MAX = 4_096
 REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
-# What tells a peer that something is safe: it goes out when that is so.
+# What tells a peer that something is safe; it goes out when that is so.
 PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
 
@@ -350,22 +349,27 @@ class Dispatcher:
     @property
     def writing(self) -> bool:
         """Whether more is taken in than one turn could write; until then nothing more should be."""
-        return self.fabric.store.unwritten and not self.fabric.store.no_space
+        return self.fabric.store.cut_short
 
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
-        self.fabric.publish(now, WRITES_MAX)
-        # What is taken in but not stored is promised to nobody, and neither is anything after it;
-        # both are tried again each turn.
-        if self.fabric.store.no_space:
-            self.fabric.count("storage_full_turns")
-        elif not self.fabric.store.unwritten:
-            self._intake.acknowledge()
+        if self._window is None:
+            # While a sync runs, what comes in is gathered: a lane's items of one window are one
+            # write, and none could be promised earlier.
+            self._publish(now)
         if self.fabric.unsent:
             self._intake.send_results()
         if self._window is None:
             with contextlib.suppress(NoSpace):
                 self._close_window()
+
+    def _publish(self, now: float) -> None:
+        """Write items and promise them; what is left, and all after it, waits for another turn."""
+        self.fabric.publish(now, WRITES_MAX)
+        if self.fabric.store.no_space:
+            self.fabric.count("storage_full_turns")
+        elif not self.fabric.store.unwritten:
+            self._intake.acknowledge()
 
     def _close_window(self) -> None:
         """Write what is due and keep its promises, now or after a sync. Raises NoSpace."""
@@ -438,7 +442,9 @@ class Dispatcher:
             return False
         if now - self.draining_since >= self.config.drain_s:
             return True
-        return not self.fabric.pending.items and not self.fabric.unsent and self.settled
+        store = self.fabric.store
+        stored = store.no_space or not store.unwritten
+        return stored and self.settled and not (self.fabric.pending.items or self.fabric.unsent)
 
     def farewell(self, reason: str) -> None:
         """Tell every peer that this broker ends."""
@@ -448,14 +454,7 @@ class Dispatcher:
     # -- small parts ------------------------------------------------------------------------------
 
     def _cancel(self, producer: Producer) -> None:
-        self._chores.append(self._cancelling(producer))
-
-    def _cancelling(self, producer: Producer) -> Iterator[None]:
-        """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
-        payload = error_payload("cancelled", "cancelled by an operator")
-        for refs in self.fabric.waiting_of(producer):
-            operate.cancel_some(self.fabric, refs, self._now, payload)
-            yield
+        self._chores.append(operate.cancelling(self.fabric, producer, lambda: self._now))
 
     def _forget(self, producer: Producer, now: float) -> None:
         self._cancel(producer)

@@ -114,8 +114,8 @@ class Store:
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
         self._dirty: list[LaneQueue] = []
-        # the latest `publish` found no room
-        self.no_space = False
+        # the latest `publish` found no room, or ended before all was written
+        self.no_space = self.cut_short = False
         self.attempts: dict[int, int] = {}
         # live items, and how many are ready: counted here alone, for the ledger to compare
         self.items = 0
@@ -206,7 +206,7 @@ class Store:
         """
         published = []
         dirty, self._dirty = self._dirty, []
-        writes, self.no_space = 0, False
+        writes, self.no_space, self.cut_short = 0, False, False
         for k, queue in enumerate(dirty):
             try:
                 for segment in queue.segments:
@@ -233,6 +233,7 @@ class Store:
             published.append((queue, items, tokens))
             if writes_max is not None and writes >= writes_max:
                 self._dirty += dirty[k + 1 :]
+                self.cut_short = bool(self._dirty)
                 break
         return published
 
