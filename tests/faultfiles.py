@@ -276,14 +276,14 @@ class FaultFiles(OsFiles):
         draw = random.Random(seed * 1_000_003 + at)
         for op in self.ops[safe : at + 1]:
             if op.kind == "write":
-                for part in _torn(op, draw):
+                for part in torn(op, draw):
                     part(image)
             elif draw.random() < 0.5 and op.kind != "sync":
                 image.apply(op)
         return image
 
 
-def _torn(op: Op, draw: random.Random) -> Iterator[Callable[[Image], None]]:
+def torn(op: Op, draw: random.Random) -> Iterator[Callable[[Image], None]]:
     """What becomes of one write: kept, dropped, cut, or any of its sectors."""
     fate = draw.choice(("kept", "kept", "dropped", "zeros", "cut", "sectors"))
     end = op.offset + len(op.data)

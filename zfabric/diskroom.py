@@ -31,7 +31,7 @@ class DiskRoom:
         self._checked_s = -SPACE_CHECK_S
         self._path = files.root / RESERVE
         # whether the reserve is held
-        self.reserved = self._path.exists()
+        self.reserved = files.exists(self._path)
 
     def refusal(self, now: float, used_bytes: Callable[[], int]) -> str | None:
         """Why nothing new may be taken in, or None; `used_bytes` says what this store uses."""

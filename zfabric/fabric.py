@@ -218,7 +218,6 @@ class Fabric:
         producer.outstanding += items
         producer.accepted_items += items
         producer.accepted_tokens += tokens
-        self.flow.accept(items, tokens)
 
     @property
     def _is_fifo(self) -> bool:
@@ -283,6 +282,7 @@ class Fabric:
         for queue, items, tokens in self.store.publish(writes_max):
             # An arrival never finds its lane quiescing: such a lane takes no new items.
             self.groups[queue.group].order.added(queue.lane, items, tokens, now)
+            self.flow.accept(items, tokens)
             before = sums.get(queue.group, (0, 0))
             sums[queue.group] = (before[0] + items, before[1] + tokens)
         for number, (items, tokens) in sums.items():

@@ -94,6 +94,10 @@ class OsFiles:
         """Close a descriptor."""
         os.close(descriptor)
 
+    def exists(self, path: Path) -> bool:
+        """Whether there is anything of this name."""
+        return path.exists()
+
     def file_bytes(self, path: Path) -> int | None:
         """Bytes of a file, None where it is no plain file."""
         with named(path):

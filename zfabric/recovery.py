@@ -101,7 +101,7 @@ class _Recovery:
     def read_catalog(self) -> catalogs.Catalog:
         """The catalog; an empty one for a new directory."""
         path = self._root / CATALOG
-        if not path.exists():
+        if not self._files.exists(path):
             for part in (SEGMENTS, OUTBOX):
                 if self._files.find(self._root / part, ".seg"):
                     return self._salvage(path, b"", f"is missing beside {part}")
