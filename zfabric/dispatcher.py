@@ -353,7 +353,7 @@ class Dispatcher:
 
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
-        if self._window is None:
+        if self._window is None or self.writing:
             # While a sync runs, what comes in is gathered: a lane's items of one window are one
             # write, and none could be promised earlier.
             self._publish(now)

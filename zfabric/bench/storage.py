@@ -93,6 +93,7 @@ class Feeder:
             written = time.perf_counter()
             turns.append(written - started)
             if self.dispatcher.sync_wanted and not self.dispatcher.writing:
+                # A sync takes other turns' time: here, all is written before the first one ends.
                 self.backing.sync()
                 sync_s += time.perf_counter() - written
                 self.dispatcher.synced()
