@@ -60,53 +60,62 @@ class Choice(NamedTuple, Generic[K]):
 class Fullest(Generic[K]):
     """Keys by tokens, most first; of equals, the one that was added first.
 
-    A change pushes a new heap entry and leaves the old one stale: stale entries are dropped when
-    they surface, and by a rebuild once they outnumber the live ones.
+    A change only notes the key. The heap gets one entry for each noted key when somebody asks, so
+    that what changes a hundred times between two questions costs one entry, and an order that
+    nobody asks for costs none. Entries that a later change made stale are dropped when they
+    surface, and by a rebuild once they outnumber the live ones.
     """
 
-    __slots__ = ("_added", "_heap", "_live")
+    __slots__ = ("_added", "_changed", "_heap", "_order", "_tokens")
 
     def __init__(self) -> None:
-        self._live: dict[K, tuple[int, int]] = {}
+        self._tokens: dict[K, int] = {}
+        self._order: dict[K, int] = {}
+        self._changed: set[K] = set()
         self._heap: list[tuple[int, int, K]] = []
         self._added = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._tokens)
 
     def tokens(self, key: K) -> int:
         """Tokens of the key; 0 if it is not here."""
-        return self._live[key][0] if key in self._live else 0
+        return self._tokens.get(key, 0)
 
     def set(self, key: K, tokens: int) -> None:
         """Add the key, or give it another number of tokens (0 is a number)."""
-        if key in self._live:
-            order = self._live[key][1]
-        else:
-            order = self._added
+        if key not in self._tokens:
+            self._order[key] = self._added
             self._added += 1
-        self._live[key] = (tokens, order)
-        heappush(self._heap, (-tokens, order, key))
-        self._bound()
+        self._tokens[key] = tokens
+        self._changed.add(key)
 
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
-        if self._live.pop(key, None) is not None:
+        if self._tokens.pop(key, None) is not None:
+            del self._order[key]
+            self._changed.discard(key)
             self._bound()
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
+        heap, live, order = self._heap, self._tokens, self._order
+        for key in self._changed:
+            heappush(heap, (-live[key], order[key], key))
+        self._changed.clear()
+        self._bound()
         heap = self._heap
         while heap:
-            tokens, order, key = heap[0]
-            if self._live.get(key) == (-tokens, order):
+            tokens, added, key = heap[0]
+            if live.get(key) == -tokens and order[key] == added:
                 return key
             heappop(heap)
         return None
 
     def _bound(self) -> None:
-        if len(self._heap) > 2 * len(self._live) + HEAP_SLACK:
-            self._heap = [(-tokens, order, key) for key, (tokens, order) in self._live.items()]
+        if len(self._heap) > 2 * len(self._tokens) + HEAP_SLACK:
+            order = self._order
+            self._heap = [(-tokens, order[key], key) for key, tokens in self._tokens.items()]
             heapify(self._heap)
 
 
@@ -137,11 +146,14 @@ class _Ready(Generic[K]):
     def added(self, key: K, items: int, tokens: int, now: float) -> None:
         if items < 1 or tokens < 0:
             raise InvariantError(f"{items} items of {tokens} tokens cannot become ready")
-        if key not in self.items:
-            self.items[key] = 0
+        ready = self.items
+        if key in ready:
+            ready[key] += items
+        else:
+            ready[key] = items
             self.since[key] = now
-        self.items[key] += items
-        self.fullest.set(key, self.fullest.tokens(key) + tokens)
+        fullest = self.fullest
+        fullest.set(key, fullest.tokens(key) + tokens)
         self.items_total += items
         self.tokens_total += tokens
 
