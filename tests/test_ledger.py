@@ -180,7 +180,13 @@ def test_item_completed_twice_shows_as_a_negative_residual() -> None:
 
 def wasting(padded: int, **parts: int) -> Waste:
     waste = Waste()
-    waste.parts = Parts(**parts)
+    tags = {name: tag for tag, name in TAG_NAMES.items()}
+    for name, tokens in parts.items():
+        if name in tags:
+            waste._by_tag[tags[name]] = tokens
+        else:
+            setattr(waste, f"_{name}", tokens)
+    assert waste.parts == Parts(**parts)
     waste.padded_tokens = padded
     waste.real_tokens = padded - sum(waste.parts)
     return waste
@@ -197,7 +203,8 @@ def wasting(padded: int, **parts: int) -> Waste:
         ({"grown": 5, "floor": 4}, 0.5, "growth"),
         ({"grown": 5, "floor": 3, "rounding": 3}, 0.1, "short prompts"),
         ({"strict": 5}, 0.1, "strict packing"),
-        ({"neighbour": 5}, 0.1, "neighbours"),
+        ({"neighbour": 5, "grown": 4}, 0.9, "healthy"),
+        ({"neighbour": 5, "grown": 6}, 0.9, "growth"),
         ({"arrival": 60}, 0.0, "arrival order"),
     ],
 )

@@ -79,9 +79,10 @@ class BrokerConfig:
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
     packing: str = key_row(
         "tight",
-        "what a batch is padded to: the longest item that it took (tight), or the longest that "
-        "waits in its lane, as the original system did (strict)",
-        choices=("strict", "tight"),
+        "what a batch takes: one lane, padded to the longest item that it took (tight), or to the "
+        "longest that waits there, as the original system did (strict); or adjacent lanes until "
+        "it is full (group)",
+        choices=("strict", "tight", "group"),
     )
     policy: str = key_row(
         "lanes",

@@ -354,6 +354,10 @@ class LaneDraining:
         """Tokens ready, all lanes together."""
         return self._ready.tokens_total
 
+    def __contains__(self, lane: int) -> bool:
+        """Whether anything of the lane is ready."""
+        return lane in self._ready.items
+
     def ready(self, lane: int) -> tuple[int, int]:
         """(items, tokens) ready of one lane."""
         return self._ready.items.get(lane, 0), self._ready.fullest.tokens(lane)
@@ -397,9 +401,12 @@ class LaneDraining:
 
         Quiescing lanes come first, then one that is overdue, then the one with the most tokens.
         """
+        due = self.due(now)
+        return due if due is not None else self._ready.fullest.first()
+
+    def due(self, now: float) -> int | None:
+        """The lane that goes before any order: the first to quiesce, or one that is overdue."""
         if self._quiescing:
             return next(iter(self._quiescing))
         overdue = self._ready.overdue()
-        if overdue is not None and now >= overdue[1]:
-            return overdue[0]
-        return self._ready.fullest.first()
+        return overdue[0] if overdue is not None and now >= overdue[1] else None

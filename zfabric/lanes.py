@@ -14,7 +14,7 @@ The life of a lane id:
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -102,8 +102,8 @@ class Lanes:
         # Columns by lane id, as long as the highest id in use needs.
         self._outstanding = array("I")
         self._touched = array("d")
-        # Bit n is lane id n in use. The lowest clear bit of `_used` is the lowest free id and its length
-        # is what the columns need, so that the free list costs 256 bytes and no bookkeeping.
+        # Bit n is lane id n in use. The lowest clear bit is the lowest free id and its length is
+        # what the columns need, so that the free list costs 256 bytes and no bookkeeping.
         self._used = 0
         # Of lanes that have left the search list: the target that each had then, by id.
         self._quiescing: dict[int, int] = {}
@@ -253,11 +253,11 @@ class Lanes:
         yield from sorted(quiescing, key=lambda lane: (-quiescing[lane], lane))
         yield from reversed(self._ids)
 
-    def below(self, target: int) -> Iterator[tuple[int, int]]:
-        """(id, target) of the open lanes up to `target`, descending; assign nothing meanwhile."""
+    def below(self, target: int | None = None) -> Iterator[tuple[int, int]]:
+        """(id, target) of the open lanes below `target`, descending; assign nothing meanwhile."""
         targets, ids = self._targets, self._ids
-        for position in range(bisect_right(targets, target) - 1, -1, -1):
-            yield ids[position], targets[position]
+        stop = len(targets) if target is None else bisect_left(targets, target)
+        return zip(reversed(ids[:stop]), reversed(targets[:stop]), strict=True)
 
     def target(self, lane_id: int) -> int:
         """The target of a lane in use, in tokens. Raises InvariantError if it is free."""
