@@ -90,6 +90,17 @@ class Fullest(Generic[K]):
         self._tokens[key] = tokens
         self._changed.add(key)
 
+    def add(self, key: K, tokens: int) -> None:
+        """Add tokens to a key that is here (with a minus, take them away), or a new key."""
+        live = self._tokens
+        if key in live:
+            live[key] += tokens
+        else:
+            live[key] = tokens
+            self._order[key] = self._added
+            self._added += 1
+        self._changed.add(key)
+
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
         if self._tokens.pop(key, None) is not None:
@@ -100,11 +111,12 @@ class Fullest(Generic[K]):
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
         heap, live, order = self._heap, self._tokens, self._order
-        for key in self._changed:
-            heappush(heap, (-live[key], order[key], key))
-        self._changed.clear()
-        self._bound()
-        heap = self._heap
+        if self._changed:
+            for key in self._changed:
+                heappush(heap, (-live[key], order[key], key))
+            self._changed.clear()
+            self._bound()
+            heap = self._heap
         while heap:
             tokens, added, key = heap[0]
             if live.get(key) == -tokens and order[key] == added:
@@ -152,8 +164,7 @@ class _Ready(Generic[K]):
         else:
             ready[key] = items
             self.since[key] = now
-        fullest = self.fullest
-        fullest.set(key, fullest.tokens(key) + tokens)
+        self.fullest.add(key, tokens)
         self.items_total += items
         self.tokens_total += tokens
 
@@ -172,7 +183,7 @@ class _Ready(Generic[K]):
             self.fullest.discard(key)
             return True
         self.items[key] = items_left
-        self.fullest.set(key, tokens_left)
+        self.fullest.add(key, -tokens)
         if served:
             self.since[key] = now
             self.since.move_to_end(key)
@@ -191,6 +202,14 @@ class _Ready(Generic[K]):
                 latest = since if self.forced_at is None else max(since, self.forced_at)
                 return key, latest + self.max_wait_s
         return None
+
+    def is_overdue(self, key: K, now: float) -> bool:
+        """Whether this is the key that may be forced, and may be by now."""
+        since = self.since.get(key, now)
+        if not self.max_wait_s or now < since + self.max_wait_s:
+            return False
+        overdue = self.overdue()
+        return overdue is not None and overdue[0] == key and now >= overdue[1]
 
     def passed_over_s(self, key: K, now: float) -> float:
         return now - self.since.get(key, now)
@@ -378,13 +397,11 @@ class LaneDraining:
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        overdue = self._ready.overdue()
-        is_quiescing = lane in self._quiescing
-        if self._ready.removed(lane, items, tokens, now, served):
-            self._quiescing.pop(lane, None)
-        if not served or is_quiescing or overdue is None or overdue[0] != lane:
-            return
-        if now >= overdue[1]:
+        quiescing = self._quiescing
+        forced = served and lane not in quiescing and self._ready.is_overdue(lane, now)
+        if self._ready.removed(lane, items, tokens, now, served) and quiescing:
+            quiescing.pop(lane, None)
+        if forced:
             self._ready.forced_at = now
             self.forced_total += 1
 

@@ -72,10 +72,11 @@ def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
     pad_to = pad_to_tokens(longest)
     if len(lengths) * pad_to <= budget:
         return Packed(len(lengths), pad_to, longest)
-    longest = lengths[0]
+    # So many fit even if the longest of all is among them; from there on one by one.
+    count = max(1, budget // pad_to)
+    longest = max(lengths[:count])
     pad_to = pad_to_tokens(longest)
-    count = 1
-    for length in lengths[1:]:
+    for length in lengths[count:]:
         wider = pad_to if length <= pad_to else round_up_tokens(length)
         if (count + 1) * wider > budget:
             break

@@ -1,4 +1,4 @@
-"""Lengths for the benchmarks of the policies: a column of a CSV file, or a built-in synthetic trace.
+"""Lengths for the benchmarks of the policies: a column of a CSV file, or a synthetic trace.
 
 Lengths are whole tokens. Both are drawn from with a seed, so that a run can be repeated exactly.
 """

@@ -1,6 +1,6 @@
-"""Replay: the policies alone, one shape on a virtual clock, with lists where the broker has a store.
+"""Replay: the policies alone, one shape on a virtual clock, with lists in place of a store.
 
-It runs the broker's own `lanes`, `draining`, `sweep`, `packing` and `ledger`. Lengths are tokens,
+It runs the broker's own `lanes`, `draining`, `sweep` and `packing`. Lengths are tokens,
 times virtual seconds. A closed loop: whatever is over the backlog is packed at once.
 """
 
@@ -11,8 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
 from zfabric.lanes import Lanes
-from zfabric.ledger import Waste
-from zfabric.packing import Packed, batch_fill, pack_group, pack_strict, pack_tight
+from zfabric.packing import (
+    BATCH_COST_TOKENS,
+    Packed,
+    batch_fill,
+    pack_group,
+    pack_strict,
+    pack_tight,
+)
 from zfabric.shapes import Contract
 from zfabric.sweep import candidates, goes_on_below
 
@@ -22,36 +28,61 @@ CONTRACT = Contract(32, 65_536, 65_536)
 MAINTAIN_S = 0.1
 
 
+class Totals:
+    """What batches have cost, all shapes and tenths added up as one likes."""
+
+    __slots__ = ("batches", "fill_sum", "items", "padded_tokens", "real_tokens")
+
+    def __init__(self) -> None:
+        self.items = self.batches = self.real_tokens = self.padded_tokens = 0
+        self.fill_sum = 0.0
+
+    def book(self, lengths: Sequence[int], packed: Packed, contract: Contract) -> None:
+        """Count one batch."""
+        padded = packed.count * packed.pad_to
+        self.items += packed.count
+        self.batches += 1
+        self.real_tokens += sum(lengths)
+        self.padded_tokens += padded
+        self.fill_sum += batch_fill(packed.count, padded, contract)
+
+    def add(self, other: Totals) -> None:
+        """Count another's batches too."""
+        for field in self.__slots__:
+            setattr(self, field, getattr(self, field) + getattr(other, field))
+
+    def ratios(self) -> dict[str, float | None]:
+        """Waste, mean fill and cost; None without batches."""
+        if not self.batches or not self.real_tokens:
+            return {"waste_ratio": None, "fill_ratio": None, "cost": None}
+        cost = self.padded_tokens + BATCH_COST_TOKENS * self.batches
+        return {
+            "waste_ratio": 1 - self.real_tokens / self.padded_tokens,
+            "fill_ratio": self.fill_sum / self.batches,
+            "cost": cost / self.real_tokens,
+        }
+
+
 class Replay:
     """One shape: its lanes, what waits in each of them, and what packing it has cost."""
 
-    def __init__(
-        self, lanes_limit: int, packing: str, contract: Contract = CONTRACT, *, booked: bool = True
-    ) -> None:
+    def __init__(self, lanes_limit: int, packing: str, contract: Contract = CONTRACT) -> None:
         self.lanes = Lanes(lanes_limit)
         self.order = LaneDraining(DrainLimits())
         self.contract = contract
         self.ready_items = 0
-        self.waste = Waste()
+        self.totals = Totals()
         self._pack = {"group": self._group, "tight": self._tight, "strict": self._strict}[packing]
-        self._booked = booked
         self._below: int | None = None
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
-        self._targets: defaultdict[int, list[int]] = defaultdict(list)
-        self._tags: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._maintain_at = 0.0
 
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
-        lane_ids, targets, tags = self.lanes.assign(lengths, now)
+        lane_ids = self.lanes.assign(lengths, now).lane_ids
         queues = self._lengths
         for lane, length in zip(lane_ids, lengths, strict=True):
             queues[lane].append(length)
-        if self._booked:
-            targets_of, tags_of = self._targets, self._tags
-            for lane, target, tag in zip(lane_ids, targets, tags, strict=True):
-                targets_of[lane].append(target)
-                tags_of[lane].append(tag)
         added = self.order.added
         for lane, items in Counter(lane_ids).items():
             added(lane, items, sum(queues[lane][-items:]), now)
@@ -111,19 +142,7 @@ class Replay:
             self.order.removed(lane, count, sum(part), now, served=True)
             self.lanes.removed(lane, count)
         self.ready_items -= packed.count
-        if self._booked:
-            self._book(taken, packed, lengths)
-
-    def _book(
-        self, taken: Sequence[tuple[int, int]], packed: Packed, lengths: list[int]
-    ) -> None:
-        targets: list[int] = []
-        tags = bytearray()
-        for lane, count in taken:
-            targets += self._targets[lane][:count]
-            tags += self._tags[lane][:count]
-            del self._targets[lane][:count], self._tags[lane][:count]
-        book(self.waste, lengths, packed, self.contract, (targets, tags), [n for _, n in taken])
+        self.totals.book(lengths, packed, self.contract)
 
 
 class Classes:
@@ -131,7 +150,7 @@ class Classes:
 
     def __init__(self, key: Callable[[int], int], contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.waste = Waste()
+        self.totals = Totals()
         self._key, self._contract = key, contract
         self._queues: defaultdict[int, list[int]] = defaultdict(list)
         self._order: Fullest[int] = Fullest()
@@ -159,7 +178,7 @@ class Classes:
             else:
                 self._order.discard(key)
             self.ready_items -= packed.count
-            book(self.waste, taken, packed, self._contract)
+            self.totals.book(taken, packed, self._contract)
 
 
 class Windows:
@@ -167,7 +186,7 @@ class Windows:
 
     def __init__(self, items: int, contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.waste = Waste()
+        self.totals = Totals()
         self._items, self._contract = items, contract
         self._window: list[int] = []
 
@@ -188,20 +207,6 @@ class Windows:
             while start < len(window):
                 part = window[start : start + self._contract.batch_items_max]
                 packed = pack_tight(part, self._contract)
-                book(self.waste, part[: packed.count], packed, self._contract)
+                self.totals.book(part[: packed.count], packed, self._contract)
                 start += packed.count
             self.ready_items -= len(window)
-
-
-def book(
-    waste: Waste,
-    lengths: Sequence[int],
-    packed: Packed,
-    contract: Contract,
-    assigned: tuple[Sequence[int], Sequence[int]] | None = None,
-    runs: Sequence[int] = (),
-) -> None:
-    """Enter one batch; `assigned` are its (targets, tags) where lanes took part."""
-    targets, tags = assigned or (None, None)
-    fill = batch_fill(packed.count, packed.count * packed.pad_to, contract)
-    waste.record(lengths, targets, tags, packed.base, packed.pad_to, fill=fill, runs=runs)

@@ -1,0 +1,214 @@
+"""`zfabric bench wall`, `waste`, `order` and `policies`: the rules alone, without a broker."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zfabric.cli import common
+from zfabric.errors import ConfigError
+from zfabric.lanes import LANES_MAX
+
+WALL = """
+Replay a length trace through the lanes of each shape, on a virtual clock: how waste, fill and cost
+change by tenth of the run. With few lanes the targets only grow until nothing fits: the wall.
+"""
+WASTE = """
+Pack one trace in every way there is, at several backlogs, and print padding against batch fill. A
+batch of one wastes nothing and fills nothing: read cost, (padded tokens + 2,000 per batch) / real.
+"""
+PACKINGS = ("strict", "tight", "group")
+
+
+def add(within: common.Commands) -> None:
+    """Add the commands."""
+    example = "zfabric bench wall --lanes 128 --lengths lengths.csv --column context_tokens"
+    wall = common.add_command(within, "wall", _wall, "waste as lanes run out", WALL, example)
+    _number(wall, "--lanes", LANES_MAX, "lanes a shape may use")
+    _number(wall, "--items", 22_000_000, "items, all shapes together")
+    _number(wall, "--shapes", 8, "shapes")
+    _trace(wall)
+    _number(wall, "--backlog", 2_000, "items of a shape that wait before a batch is packed")
+    wall.add_argument(
+        "--rate", type=float, default=2_225.0, metavar="R", help="arrivals/s of a shape (2225)"
+    )
+    wall.add_argument(
+        "--packing", choices=PACKINGS, default="tight", help="what a batch takes (tight)"
+    )
+    wall.add_argument(
+        "--sort", action="store_true", help="sort each message by length first, as clients do"
+    )
+    _number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
+    wall.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the plot as SVG too")
+    common.add_json(wall)
+    example = "zfabric bench waste --backlogs 2000 20000"
+    waste = common.add_command(within, "waste", _waste, "waste against batch fill", WASTE, example)
+    _number(waste, "--items", 400_000, "items")
+    _number(waste, "--lanes", LANES_MAX, "lanes a shape may use")
+    _trace(waste)
+    waste.add_argument(
+        "--backlogs", type=int, nargs="+", default=[2_000, 20_000], metavar="N", help="items"
+    )
+    common.add_json(waste)
+
+
+def _number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
+
+
+def _trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths", type=Path, metavar="CSV", help="lengths to draw from (a synthetic trace)"
+    )
+    parser.add_argument(
+        "--column", default="context_tokens", metavar="NAME", help="its column (context_tokens)"
+    )
+    _number(parser, "--seed", 1, "seed of the draw")
+
+
+def _check(args: argparse.Namespace, *flags: str) -> None:
+    """Raises ConfigError where a number that must be positive is not."""
+    for flag in flags:
+        value = getattr(args, flag)
+        for each in value if isinstance(value, list) else [value]:
+            if not each > 0:
+                raise ConfigError(f"--{flag} must be more than 0, not {each}")
+
+
+def _head() -> dict[str, Any]:
+    from zfabric.bench import machine
+
+    return {"command": "zfabric " + " ".join(sys.argv[1:]), "machine": machine()}
+
+
+def _show_head(head: Mapping[str, Any]) -> None:
+    machine = ", ".join(f"{name} {value}" for name, value in head["machine"].items())
+    common.show(common.pairs([("command", head["command"]), ("machine", machine)]))
+    common.show("")
+
+
+def _wall(args: argparse.Namespace) -> int:
+    from zfabric.bench import lengths, plot, wall
+
+    _check(args, "lanes", "items", "shapes", "backlog", "rate")
+    if args.items // args.shapes < wall.SLICES:
+        raise ConfigError(f"--items must be at least {wall.SLICES} for each of the --shapes")
+    load = wall.Load(
+        lengths=lengths.trace(args.lengths, args.column),
+        lanes=args.lanes,
+        items=args.items // args.shapes,
+        shapes=args.shapes,
+        backlog=args.backlog,
+        rate=args.rate,
+        packing=args.packing,
+        sort=args.sort,
+        seed=args.seed,
+    )
+    common.say(f"zfabric: replaying {args.items:,} items; 22 million take less than a minute")
+    found = wall.run(load, args.processes or None)
+    if args.plot:
+        text = plot.svg(
+            {
+                "waste": [p["waste_ratio"] for p in found["points"]],
+                "fill": [p["fill_ratio"] for p in found["points"]],
+            },
+            f"{args.lanes:,} lanes, {args.packing}: waste and batch fill",
+            f"{args.items:,} items over {args.shapes} shapes, from left to right",
+        )
+        try:
+            args.plot.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--plot {args.plot} cannot be written: {error}") from None
+    head = _head()
+    if args.json:
+        common.show_json({**head, **found})
+        return 0
+    _show_head(head)
+    rows = [(f"{k}/{wall.TENTHS}", row) for k, row in enumerate(found["tenths"], 1)]
+    common.show(_tenths([*rows, ("all", found)]))
+    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    common.show("\nwaste over the run")
+    common.show(plot.terminal([p["waste_ratio"] for p in found["points"]], plain=plain))
+    common.show(
+        f"\n{found['items']:,} items in {found['seconds']:.1f} s ({found['cpu_s']:.1f} s of CPU): "
+        f"{found['items_per_cpu_s']:,.0f} items/s on one core, drawing included"
+    )
+    return 0
+
+
+def _tenths(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    headers = ("part", "waste", "fill", "cost", "lanes", "pressure", "threshold", "opened",
+               "reused", "forced")  # fmt: skip
+    return common.table(
+        headers,
+        [
+            (
+                name,
+                _share(row["waste_ratio"]),
+                _share(row["fill_ratio"]),
+                _ratio(row["cost"]),
+                f"{row['lanes']:,}",
+                _share(row["pressure"]),
+                _share(row["threshold"]),
+                f"{row['opened']:,}",
+                f"{row['reused']:,}",
+                f"{row['forced']:,}",
+            )
+            for name, row in rows
+        ],
+        spare=("reused", "threshold"),
+    )
+
+
+def _share(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.2f}%"
+
+
+def _ratio(cost: float | None) -> str:
+    return "-" if cost is None else f"{cost:.4f}"
+
+
+def _waste(args: argparse.Namespace) -> int:
+    from zfabric.bench import lengths, waste
+
+    _check(args, "items", "lanes", "backlogs")
+    trace = lengths.trace(args.lengths, args.column)
+    if args.items <= max(args.backlogs):
+        raise ConfigError("--items must be more than each of the --backlogs")
+    rows = list(waste.run(trace, args.items, args.backlogs, args.lanes, args.seed))
+    _print_rows(
+        args,
+        {"items": args.items, "lanes_limit": args.lanes},
+        rows,
+        {
+            "policy": str,
+            "backlog": lambda n: "all" if n is None else f"{n:,}",
+            "waste_ratio": _share,
+            "fill_ratio": _share,
+            "batches": "{:,}".format,
+            "padded_tokens": "{:,}".format,
+            "cost": _ratio,
+        },
+    )
+    return 0
+
+
+def _print_rows(
+    args: argparse.Namespace,
+    about: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    shown: Mapping[str, Callable[[Any], str]],
+) -> None:
+    """The report as JSON, or as one table with a column for each of `shown`."""
+    head = _head()
+    if args.json:
+        common.show_json({**head, **about, "rows": rows})
+        return
+    _show_head(head)
+    headers = [name.removesuffix("_ratio") for name in shown]
+    common.show(
+        common.table(headers, [[f(row[name]) for name, f in shown.items()] for row in rows])
+    )
