@@ -98,6 +98,12 @@ class BrokerConfig:
         low=0,
         high=WAIT_S_MAX * 1000,
     )
+    next_shape: str = key_row(
+        "most_tokens",
+        "which shape follows when the current one has run empty: the one with the most tokens, or "
+        "the one that shares the longest start of its components with it (affinity)",
+        choices=("most_tokens", "affinity"),
+    )
     max_wait_s: float = key_row(
         300.0,
         "longest that waiting work is passed over for fuller shapes; 0 is without limit",

@@ -10,17 +10,21 @@ The current shape of a model:
     None --hold over--> current --ran empty, linger over--> the one with the most ready tokens
      ^                     |`--another passed over for max_wait--> that one
      `--nothing ready or pending, linger over--'
+
+With `chain_of`, what follows a current shape is the ready one that shares the longest start of its
+chain of components (of equals, the one that has been ready longest), instead of the fullest.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
+from zfabric.affinity import Affinity
 from zfabric.errors import ConfigError, InvariantError
 
 K = TypeVar("K", bound=Hashable)
@@ -219,7 +223,10 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
+        "_affinity",
         "_arrived_at",
+        "_chain",
+        "_chain_of",
         "_first_at",
         "_leave_at",
         "_limits",
@@ -230,9 +237,17 @@ class Draining(Generic[K]):
         "switches_total",
     )
 
-    def __init__(self, limits: DrainLimits | None = None) -> None:
+    def __init__(
+        self,
+        limits: DrainLimits | None = None,
+        chain_of: Callable[[K], Sequence[int]] | None = None,
+    ) -> None:
         self._limits = limits or DrainLimits()
         self._ready: _Ready[K] = _Ready(self._limits.max_wait_s)
+        self._affinity: Affinity[K] = Affinity()
+        self._chain_of = chain_of
+        # Of the current shape, or of the last one: it may be forgotten while it is current.
+        self._chain: Sequence[int] = ()
         self._more: set[Hashable] = set()
         self.current: K | None = None
         # Changes from one shape to another (a start is none), and those that max_wait forced.
@@ -272,6 +287,8 @@ class Draining(Generic[K]):
         """
         was_idle = not self._ready.items
         self._ready.added(key, items, tokens, now)
+        if self._chain_of is not None:
+            self._affinity.add(key, self._chain_of(key))
         self._arrived_at[key] = now
         if was_idle:
             self._first_at = now
@@ -283,6 +300,8 @@ class Draining(Generic[K]):
         """
         if not self._ready.removed(key, items, tokens, now, served):
             return
+        if self._chain_of is not None:
+            self._affinity.discard(key, self._chain_of(key))
         arrived_at = self._arrived_at.pop(key)
         if key == self.current and self._leave_at is None:
             # Waiting is for a shape that items still trickle into. Where each prompt has a shape
@@ -313,7 +332,7 @@ class Draining(Generic[K]):
             held_until = self._held_until(now, intake_full)
             if held_until is not None:
                 return Choice(None, held_until)
-            self.current = self._ready.fullest.first()
+            self._settle_on(self._ready.fullest.first())
         overdue = self._ready.overdue(besides=self.current)
         if overdue is not None and now >= overdue[1]:
             self._switch(overdue[0])
@@ -322,8 +341,13 @@ class Draining(Generic[K]):
         elif self.current not in self._ready.items:
             if self._leave_at is not None and now < self._leave_at:
                 return Choice(None, min(self._leave_at, overdue[1] if overdue else self._leave_at))
-            self._switch(self._ready.fullest.first())
+            self._switch(self._next())
         return self._stay()
+
+    def _next(self) -> K | None:
+        if self._chain_of is None:
+            return self._ready.fullest.first()
+        return self._affinity.nearest(self._chain)
 
     def _stay(self) -> Choice[K]:
         overdue = self._ready.overdue(besides=self.current)
@@ -346,8 +370,13 @@ class Draining(Generic[K]):
         enough = intake_full or self.ready_items >= self._limits.hold_items
         return held_until if self._more and not enough and now < held_until else None
 
-    def _switch(self, key: K | None) -> None:
+    def _settle_on(self, key: K | None) -> None:
         self.current = key
+        if self._chain_of is not None and key is not None:
+            self._chain = self._chain_of(key)
+
+    def _switch(self, key: K | None) -> None:
+        self._settle_on(key)
         self._leave_at = None
         self.switches_total += 1
 

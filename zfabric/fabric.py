@@ -100,8 +100,12 @@ class Fabric:
         if model is None:
             if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
-            model = self.models[name] = Model(name, Draining(self.limits))
+            chain_of = self._chain_of if self.config.next_shape == "affinity" else None
+            model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
+
+    def _chain_of(self, number: int) -> tuple[int, ...]:
+        return self.groups[number].shape.components
 
     def _drop_idle_model(self) -> bool:
         """Forget the oldest model that has neither work nor workers; whether there was one."""

@@ -20,6 +20,11 @@ WASTE = """
 Pack one trace in every way there is, at several backlogs, and print padding against batch fill. A
 batch of one wastes nothing and fills nothing: read cost, (padded tokens + 2,000 per batch) / real.
 """
+ORDER = """
+Send the prompts of a trace to one card, shape by shape, and print what its prefix cache (1,000 blocks
+of 512 tokens) hits: in order of arrival, the fullest shape next, the one that shares most next. Beside
+it the batch fill, and how long items wait: what max_wait gains and costs.
+"""
 PACKINGS = ("strict", "tight", "group")
 
 
@@ -53,6 +58,27 @@ def add(within: common.Commands) -> None:
         "--backlogs", type=int, nargs="+", default=[2_000, 20_000], metavar="N", help="items"
     )
     common.add_json(waste)
+
+    example = "zfabric bench order --trace conversation.jsonl --backlogs 2000"
+    order = common.add_command(within, "order", _order, "cache hits by order", ORDER, example)
+    order.add_argument(
+        "--trace",
+        type=Path,
+        metavar="JSONL",
+        help="lines with input_length and hash_ids, one per 512-token block (a synthetic trace)",
+    )
+    order.add_argument(
+        "--backlogs", type=int, nargs="+", default=[2_000], metavar="N", help="items (2000)"
+    )
+    order.add_argument(
+        "--max-waits",
+        type=float,
+        nargs="+",
+        default=[0.0, 300.0, 60.0],
+        metavar="S",
+        help="seconds that a shape may be passed over; 0 is for ever (0 300 60)",
+    )
+    common.add_json(order)
 
 
 def _number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
@@ -167,6 +193,14 @@ def _share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100 * ratio:.2f}%"
 
 
+def _whole(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.0f}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else _share(value)
+
+
 def _ratio(cost: float | None) -> str:
     return "-" if cost is None else f"{cost:.4f}"
 
@@ -196,6 +230,41 @@ def _waste(args: argparse.Namespace) -> int:
     return 0
 
 
+def _order(args: argparse.Namespace) -> int:
+    from zfabric.bench import order
+
+    _check(args, "backlogs")
+    if min(args.max_waits) < 0:
+        raise ConfigError(f"--max-waits must be at least 0, not {min(args.max_waits)}")
+    requests = order.synthetic() if args.trace is None else order.read(args.trace)
+    about = {
+        "requests": len(requests),
+        "shapes": len({request.shape for request in requests}),
+        "cache_blocks": order.CACHE_BLOCKS,
+        "ceiling_ratio": order.ceiling(requests),
+    }
+    rows = list(order.run(requests, args.backlogs, args.max_waits))
+    _print_rows(
+        args,
+        about,
+        rows,
+        {
+            "order": str,
+            "backlog": lambda n: "all" if n is None else f"{n:,}",
+            "max_wait_s": _whole,
+            "hit_ratio": _share,
+            "fill_ratio": _share,
+            "batches": "{:,}".format,
+            "switches": _whole,
+            "forced": _whole,
+            "wait_mean_s": _whole,
+            "wait_p99_s": _whole,
+            "wait_max_s": _whole,
+        },
+    )
+    return 0
+
+
 def _print_rows(
     args: argparse.Namespace,
     about: Mapping[str, Any],
@@ -208,6 +277,7 @@ def _print_rows(
         common.show_json({**head, **about, "rows": rows})
         return
     _show_head(head)
+    common.show(common.pairs([(name, _plain(value)) for name, value in about.items()]) + "\n")
     headers = [name.removesuffix("_ratio") for name in shown]
     common.show(
         common.table(headers, [[f(row[name]) for name, f in shown.items()] for row in rows])
