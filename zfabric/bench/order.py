@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Cache:
-    """A prefix cache: it hits blocks from the start of a prompt, and forgets what was used first."""
+    """A prefix cache: it hits from the start of a prompt, and forgets what was used longest ago."""
 
     def __init__(self, blocks_max: int | None) -> None:
         self._blocks_max = blocks_max

@@ -21,9 +21,9 @@ Pack one trace in every way there is, at several backlogs, and print padding aga
 batch of one wastes nothing and fills nothing: read cost, (padded tokens + 2,000 per batch) / real.
 """
 ORDER = """
-Send the prompts of a trace to one card, shape by shape, and print what its prefix cache (1,000 blocks
-of 512 tokens) hits: in order of arrival, the fullest shape next, the one that shares most next. Beside
-it the batch fill, and how long items wait: what max_wait gains and costs.
+Send the prompts of a trace to one card, shape by shape, and print what its prefix cache (1,000
+blocks of 512 tokens) hits: in order of arrival, the fullest shape next, the one that shares most
+next. Beside it the batch fill, and how long items wait: what max_wait gains and costs.
 """
 PACKINGS = ("strict", "tight", "group")
 
