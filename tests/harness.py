@@ -348,3 +348,4 @@ class Bench:
         status = self.status()
         assert status["residual_items"] == 0
         assert status["residual_tokens"] == 0
+        assert sum(fabric.waste.parts) == fabric.waste.padded_tokens - fabric.waste.real_tokens

@@ -78,10 +78,10 @@ class BrokerConfig:
     )
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
     packing: str = key_row(
-        "tight",
-        "what a batch takes: one lane, padded to the longest item that it took (tight), or to the "
-        "longest that waits there, as the original system did (strict); or adjacent lanes until "
-        "it is full (group)",
+        "group",
+        "what a batch takes: adjacent lanes until it is full (group); or one lane, padded to the "
+        "longest item that it took (tight), or to the longest that waits there, as the original "
+        "system did (strict)",
         choices=("strict", "tight", "group"),
     )
     policy: str = key_row(
