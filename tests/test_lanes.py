@@ -126,7 +126,12 @@ STEPS = st.lists(
     st.one_of(
         # Short and long messages: the search goes over an array or over a copy of it.
         st.tuples(st.just("assign"), st.lists(LENGTHS, max_size=8)),
-        st.tuples(st.just("assign"), st.lists(LENGTHS, min_size=20, max_size=60).map(sorted)),
+        st.tuples(st.just("assign"), st.lists(LENGTHS, min_size=20, max_size=60)),
+        # From the longest down, as clients send them: the search goes over runs.
+        st.tuples(
+            st.just("assign"),
+            st.lists(LENGTHS, max_size=60).map(lambda lengths: sorted(lengths, reverse=True)),
+        ),
         st.tuples(st.just("remove"), st.tuples(st.integers(0, 30), st.integers(1, 6))),
         st.tuples(st.just("wait"), st.sampled_from([0.0, 1.0, 5.0])),
     ),

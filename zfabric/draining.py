@@ -384,10 +384,12 @@ class Draining(Generic[K]):
 class LaneDraining:
     """The order of the lanes within one shape, by id. There is no stickiness between lanes."""
 
-    __slots__ = ("_quiescing", "_ready", "forced_total")
+    __slots__ = ("_calm_until", "_quiescing", "_ready", "forced_total")
 
     def __init__(self, limits: DrainLimits | None = None) -> None:
         self._ready: _Ready[int] = _Ready((limits or DrainLimits()).max_wait_s)
+        # No lane is overdue before this: the longest passed over only ever changes for a later one.
+        self._calm_until = -math.inf
         # Insertion order is the order in which they quiesced. Ready lanes only.
         self._quiescing: dict[int, None] = {}
         self.forced_total = 0
@@ -421,13 +423,34 @@ class LaneDraining:
         """
         self._ready.added(lane, items, tokens, now)
 
+    def added_rows(self, rows: Sequence[tuple[int, int, int]], now: float) -> None:
+        """Many lanes at once: (lane, items, tokens) of each.
+
+        Raises InvariantError, changing nothing, where a lane has no item.
+        """
+        ready = self._ready
+        counts, since, add = ready.items, ready.since, ready.fullest.add
+        if any(items < 1 or tokens < 0 for _, items, tokens in rows):
+            raise InvariantError("a lane without an item cannot become ready")
+        for lane, items, tokens in rows:
+            if lane in counts:
+                counts[lane] += items
+            else:
+                counts[lane] = items
+                since[lane] = now
+            add(lane, tokens)
+            ready.items_total += items
+            ready.tokens_total += tokens
+
     def removed(self, lane: int, items: int, tokens: int, now: float, served: bool) -> None:
         """Ready items were dispatched (`served`), or completed or cancelled where they lay.
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
         quiescing = self._quiescing
-        forced = served and lane not in quiescing and self._ready.is_overdue(lane, now)
+        calm = now < self._calm_until
+        forced = not calm and served and lane not in quiescing
+        forced = forced and self._ready.is_overdue(lane, now)
         if self._ready.removed(lane, items, tokens, now, served) and quiescing:
             quiescing.pop(lane, None)
         if forced:
@@ -454,5 +477,10 @@ class LaneDraining:
         """The lane that goes before any order: the first to quiesce, or one that is overdue."""
         if self._quiescing:
             return next(iter(self._quiescing))
-        overdue = self._ready.overdue()
-        return overdue[0] if overdue is not None and now >= overdue[1] else None
+        if now < self._calm_until or (overdue := self._ready.overdue()) is None:
+            return None
+        lane, at = overdue
+        if now >= at:
+            return lane
+        self._calm_until = at
+        return None

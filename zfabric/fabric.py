@@ -283,15 +283,16 @@ class Fabric:
 
     def publish(self, now: float) -> bool:
         """Make stored items ready; returns whether there were any."""
-        sums: dict[int, tuple[int, int]] = {}
+        rows: dict[int, list[tuple[int, int, int]]] = {}
         for queue, items, tokens in self.store.publish():
+            rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
+        for number, lanes in rows.items():
+            group = self.groups[number]
             # An arrival never finds its lane quiescing: such a lane takes no new items.
-            self.groups[queue.group].order.added(queue.lane, items, tokens, now)
-            before = sums.get(queue.group, (0, 0))
-            sums[queue.group] = (before[0] + items, before[1] + tokens)
-        for number, (items, tokens) in sums.items():
-            self._readied(self.groups[number], items, tokens, now)
-        return bool(sums)
+            group.order.added_rows(lanes, now)
+            _, items_of, tokens_of = zip(*lanes, strict=True)
+            self._readied(group, sum(items_of), sum(tokens_of), now)
+        return bool(rows)
 
     @staticmethod
     def _readied(group: Group, items: int, tokens: int, now: float) -> None:

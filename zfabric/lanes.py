@@ -17,6 +17,9 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from math import isqrt
+from operator import ge
 from typing import NamedTuple
 
 from zfabric.errors import ConfigError, InvariantError
@@ -42,6 +45,9 @@ QUIESCE_AFTER_S = 5.0
 # Lanes for each item of a message up to which a list to search is worth making: a search of a list
 # saves some 100 ns over one of an array, and the copy takes some 20 ns a lane.
 LIST_PAYS_LANES = 4
+
+# Items of a message for each lane from which its runs are worth looking for, three searches each.
+RUNS_PAY_ITEMS = 4
 
 # Why an item may be padded, fixed when it is assigned; the waste ledger adds up by these.
 TAG_THRESHOLD = 0  # within the moving threshold, or it opened its lane
@@ -129,24 +135,39 @@ class Lanes:
         The first target >= length is compared with its lower neighbour on waste fraction; since
         taking an item raises the lower lane to the item's length, a fraction is always gap over
         target after, and the lower one is less exactly where length < sqrt(target x lower target).
-        A tie goes to the upper lane, which need not grow.
+        A tie goes to the upper lane, which need not grow. In a message sorted from the longest
+        down, all items down to where the answer would change join in one step.
 
         Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
         """
         if lengths and not 0 <= min(lengths) <= max(lengths) <= TOKENS_MAX:
             raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
-        ids, lanes_before = self._ids, len(self._ids)
-        lanes = lanes_before
+        assigned = Assigned([], [], bytearray(len(lengths)))
+        lanes = len(self._ids)
         # A list is searched faster than an array, but has to be made and written back.
-        few = len(lengths) * LIST_PAYS_LANES < lanes
-        targets: array[int] | list[int] = self._targets if few else self._targets.tolist()
-        lane_ids, targets_after, tags = assigned = Assigned([], [], bytearray(len(lengths)))
+        if len(lengths) * LIST_PAYS_LANES < lanes:
+            self._place(lengths, self._targets, assigned)
+        else:
+            targets = self._targets.tolist()
+            self._place(lengths, targets, assigned)
+            self._targets = array("I", targets)
+        self._note(assigned, opened=len(self._ids) - lanes, now=now)
+        return assigned
+
+    def _place(
+        self, lengths: Sequence[int], targets: array[int] | list[int], assigned: Assigned
+    ) -> None:
+        """The rule of `assign`; fills the columns and changes the targets."""
+        ids, lanes, count, done = self._ids, len(self._ids), len(lengths), 0
+        lane_ids, targets_after, tags = assigned
         # gap / target > threshold, multiplied out: gap * scale > target * allowance.
         limit = self.lanes_limit
         room = max(0, limit - self.lanes_active)
-        scale = 100 * limit
-        allowance = _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
-        for length in lengths:
+        scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
+        rising = None if count < RUNS_PAY_ITEMS * lanes else _reversed_if_descending(lengths)
+        while done < count:
+            length = lengths[done]
+            tag = TAG_THRESHOLD
             position = above = bisect_left(targets, length)
             if above < lanes:
                 target = targets[above]
@@ -160,7 +181,7 @@ class Lanes:
                 target, gap = length, OPEN_ALWAYS_TOKENS + 1
             if gap * scale > target * allowance or gap > OPEN_ALWAYS_TOKENS:
                 if gap < OPEN_FLOOR_TOKENS:
-                    tags[len(lane_ids)] = TAG_FLOOR
+                    tag = TAG_FLOOR
                 elif room:
                     position, target = above, length
                     ids.insert(above, self._claim())
@@ -169,15 +190,23 @@ class Lanes:
                     lanes += 1
                     allowance += _SPAN_PERCENT
                 else:
-                    tags[len(lane_ids)] = TAG_FORCED
+                    tag = TAG_FORCED
+            run = 1
             if position < above:
                 targets[position] = length
-            lane_ids.append(ids[position])
-            targets_after.append(target)
-        if not few:
-            self._targets = array("I", targets)
-        self._note(assigned, opened=lanes - lanes_before, now=now)
-        return assigned
+            elif rising is not None:
+                below = targets[above - 1] if above else None
+                lowest = _lowest(target, below, tag, target * allowance // scale)
+                run = count - done - bisect_left(rising, lowest, 0, count - done)
+            if run == 1:
+                lane_ids.append(ids[position])
+                targets_after.append(target)
+            else:
+                lane_ids += [ids[position]] * run
+                targets_after += [target] * run
+            if tag:
+                tags[done : done + run] = bytes((tag,)) * run
+            done += run
 
     def _note(self, assigned: Assigned, opened: int, now: float) -> None:
         """Count what was assigned, a lane at a time."""
@@ -293,3 +322,27 @@ class Lanes:
             self._quiescing.pop(lane_id, None)
         size = self._used.bit_length()
         del self._outstanding[size:], self._touched[size:]
+
+
+def _reversed_if_descending(lengths: Sequence[int]) -> list[int] | None:
+    """The lengths in ascending order if that is their reverse, else None."""
+    if not all(map(ge, lengths, islice(lengths, 1, None))):
+        return None
+    return list(reversed(lengths))
+
+
+def _lowest(target: int, below: int | None, tag: int, widest: int) -> int:
+    """The shortest length that joins a lane as a longer one with `tag` just did.
+
+    `below` is the target of its lower neighbour, `widest` the largest gap within the threshold.
+    """
+    if tag == TAG_THRESHOLD:
+        lowest = target - min(OPEN_ALWAYS_TOKENS, widest)
+    elif tag == TAG_FLOOR:
+        lowest = target - OPEN_FLOOR_TOKENS + 1
+    else:
+        lowest = 0
+    if below is None:
+        return lowest
+    # From the square root of target x below upwards, rounded up, the upper lane wastes less.
+    return max(lowest, isqrt(target * below - 1) + 1 if below else 1)

@@ -107,15 +107,19 @@ def pack_group(
             taken.append((lane_id, count))
         else:
             chosen = lengths[: places - count]
-            room = budget // max(pad_to, pad_to_tokens(max(chosen))) - count
-            chosen = chosen[: max(0, room)]
-            top = max(chosen, default=0)
-            wider = max(pad_to, pad_to_tokens(top))
+            top = max(chosen)
+            wider = pad_to if top <= pad_to else pad_to_tokens(top)
+            room = budget // wider - count
+            if room < len(chosen):
+                chosen = chosen[: max(0, room)]
+                top = max(chosen, default=0)
+                wider = pad_to if top <= pad_to else pad_to_tokens(top)
             total, tokens = count + len(chosen), real + sum(chosen)
             if not chosen or total * wider - tokens > GROUP_PADDING_MAX_TOKENS:
                 break
             taken.append((lane_id, len(chosen)))
-            count, real, pad_to, longest = total, tokens, wider, max(longest, top)
+            count, real, pad_to = total, tokens, wider
+            longest = longest if longest >= top else top
         if count >= places or (count + 1) * pad_to > budget or taken[-1][1] < len(lengths):
             break
     if not taken:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
-from zfabric.lanes import Lanes
+from zfabric.lanes import RUNS_PAY_ITEMS, Lanes
 from zfabric.packing import (
     BATCH_COST_TOKENS,
     Packed,
@@ -25,7 +26,7 @@ from zfabric.sweep import candidates, goes_on_below
 # The contract of all measured figures of the design.
 CONTRACT = Contract(32, 65_536, 65_536)
 # Virtual seconds between two looks for idle lanes.
-MAINTAIN_S = 0.1
+MAINTAIN_S = 1.0
 
 
 class Totals:
@@ -37,12 +38,12 @@ class Totals:
         self.items = self.batches = self.real_tokens = self.padded_tokens = 0
         self.fill_sum = 0.0
 
-    def book(self, lengths: Sequence[int], packed: Packed, contract: Contract) -> None:
+    def book(self, real_tokens: int, packed: Packed, contract: Contract) -> None:
         """Count one batch."""
         padded = packed.count * packed.pad_to
         self.items += packed.count
         self.batches += 1
-        self.real_tokens += sum(lengths)
+        self.real_tokens += real_tokens
         self.padded_tokens += padded
         self.fill_sum += batch_fill(packed.count, padded, contract)
 
@@ -80,12 +81,18 @@ class Replay:
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
         lane_ids = self.lanes.assign(lengths, now).lane_ids
-        queues = self._lengths
-        for lane, length in zip(lane_ids, lengths, strict=True):
-            queues[lane].append(length)
-        added = self.order.added
-        for lane, items in Counter(lane_ids).items():
-            added(lane, items, sum(queues[lane][-items:]), now)
+        queues, counts = self._lengths, Counter(lane_ids)
+        if len(counts) * RUNS_PAY_ITEMS > len(lengths):
+            for lane, length in zip(lane_ids, lengths, strict=True):
+                queues[lane].append(length)
+        else:
+            start = 0
+            for lane, run in groupby(lane_ids):
+                stop = start + len(list(run))
+                queues[lane] += lengths[start:stop]
+                start = stop
+        rows = [(k, n, sum(queues[k][-n:])) for k, n in counts.items()]
+        self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
 
     def maintain(self, now: float) -> None:
@@ -134,15 +141,16 @@ class Replay:
 
     def _take(self, taken: Sequence[tuple[int, int]], packed: Packed, now: float) -> None:
         """Take so many items from the front of each of these lanes, as one batch."""
-        lengths: list[int] = []
+        real = 0
         for lane, count in taken:
             queue = self._lengths[lane]
-            lengths += (part := queue[:count])
+            tokens = sum(queue[:count])
             del queue[:count]
-            self.order.removed(lane, count, sum(part), now, served=True)
+            self.order.removed(lane, count, tokens, now, served=True)
             self.lanes.removed(lane, count)
+            real += tokens
         self.ready_items -= packed.count
-        self.totals.book(lengths, packed, self.contract)
+        self.totals.book(real, packed, self.contract)
 
 
 class Classes:
@@ -178,7 +186,7 @@ class Classes:
             else:
                 self._order.discard(key)
             self.ready_items -= packed.count
-            self.totals.book(taken, packed, self._contract)
+            self.totals.book(sum(taken), packed, self._contract)
 
 
 class Windows:
@@ -207,6 +215,6 @@ class Windows:
             while start < len(window):
                 part = window[start : start + self._contract.batch_items_max]
                 packed = pack_tight(part, self._contract)
-                self.totals.book(part[: packed.count], packed, self._contract)
+                self.totals.book(sum(part[: packed.count]), packed, self._contract)
                 start += packed.count
             self.ready_items -= len(window)
