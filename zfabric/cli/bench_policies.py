@@ -25,6 +25,10 @@ Send the prompts of a trace to one card, shape by shape, and print what its pref
 blocks of 512 tokens) hits: in order of arrival, the fullest shape next, the one that shares most
 next. Beside it the batch fill, and how long items wait: what max_wait gains and costs.
 """
+POLICIES = """
+How many items a second one core assigns to lanes, enqueues and packs, and how many bytecode
+instructions each of them takes: a count is the same on every machine with the same Python.
+"""
 PACKINGS = ("strict", "tight", "group")
 
 
@@ -79,6 +83,18 @@ def add(within: common.Commands) -> None:
         help="seconds that a shape may be passed over; 0 is for ever (0 300 60)",
     )
     common.add_json(order)
+    example = "zfabric bench policies --check"
+    policies = common.add_command(
+        within, "policies", _policies, "speed of the rules alone", POLICIES, example
+    )
+    _number(policies, "--items", 400_000, "items")
+    _trace(policies)
+    policies.add_argument(
+        "--check",
+        action="store_true",
+        help="only count, on the synthetic trace; exit 1 where a count grew by more than 20%%",
+    )
+    common.add_json(policies)
 
 
 def _number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
@@ -265,6 +281,38 @@ def _order(args: argparse.Namespace) -> int:
     return 0
 
 
+def _policies(args: argparse.Namespace) -> int:
+    from zfabric.bench import lengths, policies
+
+    _check(args, "items")
+    if args.check:
+        return _check_counts(args)
+    rows = list(policies.run(lengths.trace(args.lengths, args.column), args.items, args.seed))
+    about = {"items": args.items, "message": policies.MESSAGE, "backlog": policies.BACKLOG}
+    shown: dict[str, Callable[[Any], str]] = {
+        "lanes": "{:,}".format,
+        "packing": str,
+        "items_per_s": _whole,
+        "instructions_per_item": "{:.1f}".format,
+    }
+    _print_rows(args, about, rows, shown)
+    return 0
+
+
+def _check_counts(args: argparse.Namespace) -> int:
+    from zfabric.bench import policies
+
+    rows = list(policies.check())
+    shown: dict[str, Callable[[Any], str]] = {
+        "case": str,
+        "instructions_per_item": "{:.1f}".format,
+        "recorded": lambda n: "-" if n is None else f"{n:.1f}",
+        "growth": _share,
+    }
+    _print_rows(args, {}, rows, shown)
+    return 1 if any((row["growth"] or 0) > policies.GROWTH_MAX - 1 for row in rows) else 0
+
+
 def _print_rows(
     args: argparse.Namespace,
     about: Mapping[str, Any],
@@ -277,7 +325,8 @@ def _print_rows(
         common.show_json({**head, **about, "rows": rows})
         return
     _show_head(head)
-    common.show(common.pairs([(name, _plain(value)) for name, value in about.items()]) + "\n")
+    if about:
+        common.show(common.pairs([(k, _plain(v)) for k, v in about.items()]) + "\n")
     headers = [name.removesuffix("_ratio") for name in shown]
     common.show(
         common.table(headers, [[f(row[name]) for name, f in shown.items()] for row in rows])
