@@ -115,7 +115,7 @@ def replay_shape(load: Load, number: int) -> tuple[list[Slice], float]:
             count = min(MESSAGE, stop - done)
             lengths = rng.choices(load.lengths, k=count)
             if load.sort:
-                lengths.sort()
+                lengths.sort(reverse=True)
             done += count
             now = done / load.rate
             replay.maintain(now)

@@ -48,7 +48,7 @@ def add(within: common.Commands) -> None:
         "--packing", choices=PACKINGS, default="tight", help="what a batch takes (tight)"
     )
     wall.add_argument(
-        "--sort", action="store_true", help="sort each message by length first, as clients do"
+        "--sort", action="store_true", help="sort messages from the longest down, as clients do"
     )
     _number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
     wall.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the plot as SVG too")
