@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from zfabric.affinity import Affinity
@@ -29,6 +30,7 @@ from zfabric.errors import ConfigError, InvariantError
 
 K = TypeVar("K", bound=Hashable)
 
+_KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
 
@@ -70,55 +72,56 @@ class Fullest(Generic[K]):
     surface, and by a rebuild once they outnumber the live ones.
     """
 
-    __slots__ = ("_added", "_changed", "_heap", "_order", "_tokens")
+    __slots__ = ("_added", "_heap", "_order", "changed", "live")
 
     def __init__(self) -> None:
-        self._tokens: dict[K, int] = {}
+        # Tokens of each key. Whoever changes one here says so in `changed`.
+        self.live: dict[K, int] = {}
         self._order: dict[K, int] = {}
-        self._changed: set[K] = set()
+        self.changed: set[K] = set()
         self._heap: list[tuple[int, int, K]] = []
         self._added = 0
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.live)
 
     def tokens(self, key: K) -> int:
         """Tokens of the key; 0 if it is not here."""
-        return self._tokens.get(key, 0)
+        return self.live.get(key, 0)
 
     def set(self, key: K, tokens: int) -> None:
         """Add the key, or give it another number of tokens (0 is a number)."""
-        if key not in self._tokens:
+        if key not in self.live:
             self._order[key] = self._added
             self._added += 1
-        self._tokens[key] = tokens
-        self._changed.add(key)
+        self.live[key] = tokens
+        self.changed.add(key)
 
     def add(self, key: K, tokens: int) -> None:
         """Add tokens to a key that is here (with a minus, take them away), or a new key."""
-        live = self._tokens
+        live = self.live
         if key in live:
             live[key] += tokens
         else:
             live[key] = tokens
             self._order[key] = self._added
             self._added += 1
-        self._changed.add(key)
+        self.changed.add(key)
 
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
-        if self._tokens.pop(key, None) is not None:
+        if self.live.pop(key, None) is not None:
             del self._order[key]
-            self._changed.discard(key)
+            self.changed.discard(key)
             self._bound()
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
-        heap, live, order = self._heap, self._tokens, self._order
-        if self._changed:
-            for key in self._changed:
+        heap, live, order = self._heap, self.live, self._order
+        if self.changed:
+            for key in self.changed:
                 heappush(heap, (-live[key], order[key], key))
-            self._changed.clear()
+            self.changed.clear()
             self._bound()
             heap = self._heap
         while heap:
@@ -129,9 +132,9 @@ class Fullest(Generic[K]):
         return None
 
     def _bound(self) -> None:
-        if len(self._heap) > 2 * len(self._tokens) + HEAP_SLACK:
+        if len(self._heap) > 2 * len(self.live) + HEAP_SLACK:
             order = self._order
-            self._heap = [(-tokens, order[key], key) for key, tokens in self._tokens.items()]
+            self._heap = [(-tokens, order[key], key) for key, tokens in self.live.items()]
             heapify(self._heap)
 
 
@@ -172,10 +175,28 @@ class _Ready(Generic[K]):
         self.items_total += items
         self.tokens_total += tokens
 
+    def added_rows(self, rows: Sequence[tuple[K, int, int]], now: float) -> None:
+        if not rows:
+            return
+        if min(map(_ITEMS, rows)) < 1 or min(map(_TOKENS, rows)) < 0:
+            raise InvariantError("a key cannot become ready without an item")
+        counts, fullest = self.items, self.fullest
+        for key, items, tokens in rows:
+            if key in counts:
+                counts[key] += items
+                fullest.live[key] += tokens
+            else:
+                counts[key] = items
+                self.since[key] = now
+                fullest.set(key, tokens)
+        fullest.changed.update(map(_KEY, rows))
+        self.items_total += sum(map(_ITEMS, rows))
+        self.tokens_total += sum(map(_TOKENS, rows))
+
     def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
         """True if nothing of the key is left."""
         items_left = self.items.get(key, 0) - items
-        tokens_left = self.fullest.tokens(key) - tokens
+        tokens_left = self.fullest.live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
         if not items_left and tokens_left:
@@ -187,7 +208,8 @@ class _Ready(Generic[K]):
             self.fullest.discard(key)
             return True
         self.items[key] = items_left
-        self.fullest.add(key, -tokens)
+        self.fullest.live[key] = tokens_left
+        self.fullest.changed.add(key)
         if served:
             self.since[key] = now
             self.since.move_to_end(key)
@@ -428,19 +450,7 @@ class LaneDraining:
 
         Raises InvariantError, changing nothing, where a lane has no item.
         """
-        ready = self._ready
-        counts, since, add = ready.items, ready.since, ready.fullest.add
-        if any(items < 1 or tokens < 0 for _, items, tokens in rows):
-            raise InvariantError("a lane without an item cannot become ready")
-        for lane, items, tokens in rows:
-            if lane in counts:
-                counts[lane] += items
-            else:
-                counts[lane] = items
-                since[lane] = now
-            add(lane, tokens)
-            ready.items_total += items
-            ready.tokens_total += tokens
+        self._ready.added_rows(rows, now)
 
     def removed(self, lane: int, items: int, tokens: int, now: float, served: bool) -> None:
         """Ready items were dispatched (`served`), or completed or cancelled where they lay.

@@ -158,17 +158,16 @@ class Lanes:
         self, lengths: Sequence[int], targets: array[int] | list[int], assigned: Assigned
     ) -> None:
         """The rule of `assign`; fills the columns and changes the targets."""
-        ids, lanes, count, done = self._ids, len(self._ids), len(lengths), 0
+        ids, lanes, find = self._ids, len(self._ids), bisect_left
         lane_ids, targets_after, tags = assigned
         # gap / target > threshold, multiplied out: gap * scale > target * allowance.
         limit = self.lanes_limit
         room = max(0, limit - self.lanes_active)
         scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
-        rising = None if count < RUNS_PAY_ITEMS * lanes else _reversed_if_descending(lengths)
-        while done < count:
-            length = lengths[done]
-            tag = TAG_THRESHOLD
-            position = above = bisect_left(targets, length)
+        rising = None if len(lengths) < RUNS_PAY_ITEMS * lanes else _if_descending(lengths)
+        coming = iter(lengths)
+        for length in coming:
+            position = above = find(targets, length)
             if above < lanes:
                 target = targets[above]
                 gap = target - length
@@ -181,7 +180,7 @@ class Lanes:
                 target, gap = length, OPEN_ALWAYS_TOKENS + 1
             if gap * scale > target * allowance or gap > OPEN_ALWAYS_TOKENS:
                 if gap < OPEN_FLOOR_TOKENS:
-                    tag = TAG_FLOOR
+                    tags[len(lane_ids)] = TAG_FLOOR
                 elif room:
                     position, target = above, length
                     ids.insert(above, self._claim())
@@ -190,23 +189,21 @@ class Lanes:
                     lanes += 1
                     allowance += _SPAN_PERCENT
                 else:
-                    tag = TAG_FORCED
-            run = 1
+                    tags[len(lane_ids)] = TAG_FORCED
             if position < above:
                 targets[position] = length
             elif rising is not None:
+                tag, left = tags[len(lane_ids)], len(lengths) - len(lane_ids)
                 below = targets[above - 1] if above else None
                 lowest = _lowest(target, below, tag, target * allowance // scale)
-                run = count - done - bisect_left(rising, lowest, 0, count - done)
-            if run == 1:
-                lane_ids.append(ids[position])
-                targets_after.append(target)
-            else:
-                lane_ids += [ids[position]] * run
-                targets_after += [target] * run
-            if tag:
-                tags[done : done + run] = bytes((tag,)) * run
-            done += run
+                if skip := left - 1 - find(rising, lowest, 0, left - 1):
+                    tags[len(lane_ids) : len(lane_ids) + skip] = bytes((tag,)) * skip
+                    lane_ids += [ids[position]] * skip
+                    targets_after += [target] * skip
+                    tags[len(lane_ids)] = tag
+                    next(islice(coming, skip, skip), None)
+            lane_ids.append(ids[position])
+            targets_after.append(target)
 
     def _note(self, assigned: Assigned, opened: int, now: float) -> None:
         """Count what was assigned, a lane at a time."""
@@ -324,7 +321,7 @@ class Lanes:
         del self._outstanding[size:], self._touched[size:]
 
 
-def _reversed_if_descending(lengths: Sequence[int]) -> list[int] | None:
+def _if_descending(lengths: Sequence[int]) -> list[int] | None:
     """The lengths in ascending order if that is their reverse, else None."""
     if not all(map(ge, lengths, islice(lengths, 1, None))):
         return None

@@ -34,6 +34,11 @@ PACKINGS = ("strict", "tight", "group")
 
 def add(within: common.Commands) -> None:
     """Add the commands."""
+    for add_one in (_add_wall, _add_waste, _add_order, _add_policies):
+        add_one(within)
+
+
+def _add_wall(within: common.Commands) -> None:
     example = "zfabric bench wall --lanes 128 --lengths lengths.csv --column context_tokens"
     wall = common.add_command(within, "wall", _wall, "waste as lanes run out", WALL, example)
     _number(wall, "--lanes", LANES_MAX, "lanes a shape may use")
@@ -53,6 +58,9 @@ def add(within: common.Commands) -> None:
     _number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
     wall.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the plot as SVG too")
     common.add_json(wall)
+
+
+def _add_waste(within: common.Commands) -> None:
     example = "zfabric bench waste --backlogs 2000 20000"
     waste = common.add_command(within, "waste", _waste, "waste against batch fill", WASTE, example)
     _number(waste, "--items", 400_000, "items")
@@ -63,6 +71,8 @@ def add(within: common.Commands) -> None:
     )
     common.add_json(waste)
 
+
+def _add_order(within: common.Commands) -> None:
     example = "zfabric bench order --trace conversation.jsonl --backlogs 2000"
     order = common.add_command(within, "order", _order, "cache hits by order", ORDER, example)
     order.add_argument(
@@ -83,6 +93,9 @@ def add(within: common.Commands) -> None:
         help="seconds that a shape may be passed over; 0 is for ever (0 300 60)",
     )
     common.add_json(order)
+
+
+def _add_policies(within: common.Commands) -> None:
     example = "zfabric bench policies --check"
     policies = common.add_command(
         within, "policies", _policies, "speed of the rules alone", POLICIES, example
