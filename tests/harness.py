@@ -354,3 +354,4 @@ def check_books(fabric: Any, now: float) -> None:
     status = snapshot.status(fabric, now)
     assert status["residual_items"] == 0
     assert status["residual_tokens"] == 0
+    assert sum(fabric.waste.parts) == fabric.waste.padded_tokens - fabric.waste.real_tokens

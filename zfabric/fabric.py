@@ -100,8 +100,12 @@ class Fabric:
         if model is None:
             if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
-            model = self.models[name] = Model(name, Draining(self.limits))
+            chain_of = self._chain_of if self.config.next_shape == "affinity" else None
+            model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
+
+    def _chain_of(self, number: int) -> tuple[int, ...]:
+        return self.groups[number].shape.components
 
     def _drop_idle_model(self) -> bool:
         """Forget the oldest model that has neither work nor workers; whether there was one."""
@@ -278,16 +282,17 @@ class Fabric:
 
     def publish(self, now: float, writes_max: int | None = None) -> bool:
         """Make stored items ready; returns whether there were any."""
-        sums: dict[int, tuple[int, int]] = {}
+        rows: dict[int, list[tuple[int, int, int]]] = {}
         for queue, items, tokens in self.store.publish(writes_max):
+            rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
+        for number, lanes in rows.items():
+            group = self.groups[number]
             # An arrival never finds its lane quiescing: such a lane takes no new items.
-            self.groups[queue.group].order.added(queue.lane, items, tokens, now)
-            self.flow.accept(items, tokens)
-            before = sums.get(queue.group, (0, 0))
-            sums[queue.group] = (before[0] + items, before[1] + tokens)
-        for number, (items, tokens) in sums.items():
-            self._readied(self.groups[number], items, tokens, now)
-        return bool(sums)
+            group.order.added_rows(lanes, now)
+            _, items_of, tokens_of = zip(*lanes, strict=True)
+            self.flow.accept(sum(items_of), sum(tokens_of))
+            self._readied(group, sum(items_of), sum(tokens_of), now)
+        return bool(rows)
 
     @staticmethod
     def _readied(group: Group, items: int, tokens: int, now: float) -> None:

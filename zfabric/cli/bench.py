@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zfabric.cli import common
+from zfabric.cli import bench_policies, common
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
@@ -49,10 +49,11 @@ def add(commands: common.Commands) -> None:
             "--dir", type=Path, default=None, metavar="DIR", help="where to put files"
         )
         common.add_json(parser)
+    bench_policies.add(within)
 
 
 def _need_more() -> int:
-    raise ConfigError("say what to measure: zfabric bench recovery, memory, commit or ack")
+    raise ConfigError("say what to measure; `zfabric bench --help` lists the benchmarks")
 
 
 def _runner(
