@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import zfabric
-from zfabric import operate
+from zfabric import operate, snapshot
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import NoSpace, PeerError
@@ -44,6 +44,8 @@ ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORK
 PEERS_MAX = 20_000
 # Upkeep and judgement are due this often; a busy loop turns a thousand times a second.
 UPKEEP_S = 0.1
+# How often it is asked what the padding comes from, for the time at which that changed.
+DIAGNOSIS_S = 1.0
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
 # Characters of a refusal's text, well under what a REPLY may hold.
@@ -90,6 +92,7 @@ class Dispatcher:
         self._next_heartbeat_s = 0.0
         self._next_upkeep_s = 0.0
         self._next_judgement_s = 0.0
+        self._next_diagnosis_s = 0.0
         self._promised: deque[Parcel] = deque()
         # the window whose sync runs, and what goes out when it is over
         self._window: Window | None = None
@@ -101,7 +104,7 @@ class Dispatcher:
         self._now = 0.0
         self.draining_since: float | None = None
         # what the broker measured of its own loop, for status
-        self.gauges: dict[str, float] = {}
+        self.gauges: dict[str, Any] = {}
         # what the broker found in its directory, for status
         self.recovery: dict[str, Any] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
@@ -110,7 +113,9 @@ class Dispatcher:
             Type.RESULT_ACK: self._on_result_ack,
             Type.REQUEST: self._on_request,
             Type.HEARTBEAT: self._on_heartbeat,
-            Type.BYE: lambda peer, m, now: self._gone(peer, m.fields.get("reason", "left"), now),
+            Type.BYE: lambda peer, m, now: self._gone(
+                peer, m.fields.get("reason", "left"), now, "left"
+            ),
             Type.STARTED: lambda peer, m, now: self._delivery.started(self._worker(peer), m, now),
             Type.DONE: lambda peer, m, now: self._delivery.done(self._worker(peer), m, now),
             Type.RETURNED: lambda peer, m, now: self._delivery.returned(self._worker(peer), m, now),
@@ -272,16 +277,16 @@ class Dispatcher:
         """A send to this connection failed: whatever the error, it is a disconnect."""
         peer = self.peers.get((endpoint, routing_id))
         if peer is not None:
-            self._gone(peer, reason, now)
+            self._gone(peer, reason, now, "unreachable")
 
-    def _gone(self, peer: Peer, reason: str, now: float) -> None:
+    def _gone(self, peer: Peer, reason: str, now: float, kind: str) -> None:
         self.peers.pop(peer.address, None)
         peer.state = GONE
         holder = self._holder(peer.role, peer.name)
         if holder is not peer:
             return
         if peer.role == "worker":
-            self._delivery.lost(self._worker(peer), reason, now)
+            self._delivery.lost(self._worker(peer), reason, now, kind)
         elif peer.role == "producer":
             self._intake.lost(self._producer(peer), reason, now)
 
@@ -301,6 +306,9 @@ class Dispatcher:
         if now >= self._next_upkeep_s:
             self._next_upkeep_s = now + UPKEEP_S
             self._maintain(now)
+        if now >= self._next_diagnosis_s:
+            self._next_diagnosis_s = now + DIAGNOSIS_S
+            self._diagnose(now)
         if drained and now >= self._next_judgement_s:
             self._next_judgement_s = now + UPKEEP_S
             self._judge(now)
@@ -313,7 +321,7 @@ class Dispatcher:
         for peer in [p for p in self.peers.values() if now - p.heard_s > worker_s]:
             silent_s = now - peer.heard_s
             if peer.role == "worker" or silent_s > other_s:
-                self._gone(peer, f"silent for {silent_s:.1f} s", now)
+                self._gone(peer, f"silent for {silent_s:.1f} s", now, "silent")
         self._delivery.judge(now)
 
     def shift(self, late_s: float) -> None:
@@ -333,6 +341,16 @@ class Dispatcher:
             if group is not None:
                 lanes += 1 + len(group.queues)
                 self.fabric.maintain(group, now)
+
+    def _diagnose(self, now: float) -> None:
+        fabric, diagnosis = self.fabric, self.fabric.diagnosis
+        verdict = snapshot.diagnose(fabric)
+        if diagnosis.judge(verdict, fabric.waste.padded_tokens, now):
+            fabric.event("waste_verdict", f"{verdict}: zfabric explain waste", now, verdict=verdict)
+        no_space = fabric.store.backing.full(now)
+        if diagnosis.found_room(no_space, now):
+            kind = "storage_available" if no_space is None else "storage_full"
+            fabric.event(kind, no_space or "submits are taken again", now)
 
     def _work_off_chores(self) -> None:
         for _ in range(len(self._chores)):

@@ -154,6 +154,10 @@ class Offers:
         batch.padded_tokens = _count_padding(
             self._fabric, group, offer.lengths, offer.columns, pad, fill
         )
+        for take in offer.takes:
+            taken = sum(take.lengths)
+            put = taken if padded_to is None else padded_to * len(take.lengths)
+            group.lane_padding.add(take.queue.lane, taken, put)
         worker.sent += 1
         worker.batches += 1
         worker.held[batch.id] = batch
