@@ -1,7 +1,7 @@
 """Diagnosis: which verdict on the padding holds, and since when; and whether the disk has room.
 
-Fed with the ledger now and then, it remembers only when the answer last changed. Times are seconds
-on the caller's monotonic clock. It decides nothing about work: it says what an operator should know.
+Fed with the ledger now and then, it remembers only when the answer last changed. Times are
+seconds on the caller's monotonic clock. It decides nothing about work.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from zfabric.store import LaneQueue
 
 
 class LanePadding:
-    """Tokens of the batches handed out of each lane since it opened, by lane id: 16 bytes a lane."""
+    """Tokens of the batches that left each lane since it opened, by lane id: 16 bytes a lane."""
 
     __slots__ = ("_padded", "_real")
 
