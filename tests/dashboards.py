@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness import Bench
+from tests.harness import Bench, FakeProducer
 from zfabric import snapshot
+from zfabric.protocol import Type
 from zfabric.publishing import Publishing
 from zfabric.shapes import Shape
 from zfabric_tui.app import TopApp
@@ -31,11 +32,13 @@ class Day:
         self.shapes = [
             Shape.of("llama-3-8b", f"task {k}", tokens=[600 + 40 * k]) for k in range(SHAPES)
         ]
+        self.producers: list[FakeProducer] = []
         self.views: list[dict[str, Any]] = []
         self.lanes: list[dict[str, Any]] = []
 
     def submit(self, name: str, count: int, expected: int) -> None:
         producer = self.bench.producer(name)
+        self.producers.append(producer)
         producer.ask("expect", items=expected)
         lengths = [640 + int(self.chance.lognormvariate(5.2, 0.7)) for _ in range(count)]
         producer.submit(lengths, [self.chance.choice(self.shapes) for _ in range(count)])
@@ -44,6 +47,8 @@ class Day:
     def work(self, seconds: float, batches: int = 1) -> None:
         """So many batches of each card every quarter second, each published."""
         for _ in range(int(seconds * 4)):
+            for producer in self.producers:
+                producer.send(Type.HEARTBEAT, {})
             self.bench.dispatch()
             for card in self.cards:
                 for _ in range(batches):

@@ -91,6 +91,7 @@ class Broker:
         if backing is not None and self.recovered is not None:
             restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())
             self.dispatcher.recovery = snapshot.recovery(self.recovered)
+            self.dispatcher.disk = lambda: (backing.disk_bytes(), backing.max_disk_bytes)
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-sync")
         self._sync: Future[None] | None = None
         self._sync_started_s = 0.0

@@ -105,6 +105,8 @@ class Dispatcher:
         self.draining_since: float | None = None
         # what the broker measured of its own loop, for status
         self.gauges: dict[str, Any] = {}
+        # bytes that the store has on a disk, and may have; None of a store in memory
+        self.disk: Callable[[], tuple[int, int | None]] | None = None
         # what the broker found in its directory, for status
         self.recovery: dict[str, Any] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
@@ -485,6 +487,7 @@ class Dispatcher:
             "state": "draining" if self.draining_since is not None else "running",
             "peers": len(self.peers),
             "recovery": self.recovery,
+            "storage": snapshot.storage(self.fabric, self.disk() if self.disk else None, now),
             **self.gauges,
         }
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import zfabric
 from zfabric.fabric import Fabric
-from zfabric.files import FileBacking
 from zfabric.groups import Group
 from zfabric.lanes import THRESHOLD_BASE, THRESHOLD_SPAN
 from zfabric.ledger import verdict
@@ -70,7 +69,6 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "held_bytes_limit": fabric.config.max_bytes,
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
         "dead_records": len(fabric.dead),
-        "storage": storage(fabric, now),
         "models": [_model(fabric, name, sums, now) for name in fabric.models],
         "workers": [worker(fabric, w, now) for w in fabric.workers.values()],
         "jobs": [job(p, now) for p in _recent(fabric)],
@@ -168,15 +166,14 @@ def _age(since_s: float | None, now: float) -> float | None:
     return None if since_s is None else max(0.0, now - since_s)
 
 
-def storage(fabric: Fabric, now: float) -> dict[str, Any]:
-    """What the store uses and may use, and why it takes nothing, where it does not."""
-    backing = fabric.store.backing
-    used, limit = None, None
-    if isinstance(backing, FileBacking):
-        used, limit = backing.disk_bytes(), backing.max_disk_bytes
+def storage(fabric: Fabric, disk: tuple[int, int | None] | None, now: float) -> dict[str, Any]:
+    """What the store uses and may use, and why it takes nothing, where it does not.
+
+    `disk` is the bytes that it has on a disk and may have, None of a store in memory.
+    """
     return {
-        "disk_bytes": used,
-        "disk_bytes_limit": limit,
+        "disk_bytes": None if disk is None else disk[0],
+        "disk_bytes_limit": None if disk is None else disk[1],
         "full": fabric.diagnosis.no_space,
         "full_for_s": _age(fabric.diagnosis.no_space_s, now),
     }

@@ -8,7 +8,7 @@ so. Lengths are tokens, times seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from zfabric.store import Store
 BACKLOG_SHARE = 4
 # Items under which a sample says nothing.
 SAMPLE_MIN = 256
+# Items after which lanes have settled: a budget that is too small shows late. Some 3 s of one core.
+SETTLED_ITEMS = 100_000
 
 
 class Run(NamedTuple):
@@ -59,7 +61,8 @@ def simulate(
 ) -> Outcome:
     """Run a sample through a fabric with so many lanes. Raises ConfigError on a sample too small.
 
-    Every model is served by one worker with `contract`.
+    Every model is served by one worker with `contract`. The sample is sent round until the lanes
+    have settled, as if the same lengths went on coming at the same pace.
     """
     items = sum(len(run.lengths) for run in runs)
     if items < SAMPLE_MIN:
@@ -73,10 +76,7 @@ def simulate(
     backlog = min(backlog_items, items // BACKLOG_SHARE)
     shapes: dict[tuple[str, str], Shape] = {}
     producer = fabric.producer("what-if", 0.0)
-    start_s = max(run.age_s for run in runs)
-    now = 0.0
-    for run in runs:
-        now = max(now, start_s - run.age_s)
+    for now, run in _rounds(runs, items):
         key = run.model, run.signature
         shape = shapes.setdefault(key, Shape.of(run.model, run.signature))
         first = producer.accepted_items + 1
@@ -85,7 +85,19 @@ def simulate(
         fabric.accept(shape, producer, numbers, run.lengths, payloads, now)
         fabric.publish(now)
         card.serve(now, backlog)
+        producer.outbox.ack(producer.outbox.last)
     return _outcome(fabric, lanes, now)
+
+
+def _rounds(runs: Sequence[Run], items: int) -> Iterator[tuple[float, Run]]:
+    """(time, run) of the sample, over and over until `SETTLED_ITEMS`."""
+    ages = [run.age_s for run in runs]
+    span_s, rounds = max(ages) - min(ages), max(1, -(-SETTLED_ITEMS // items))
+    now = 0.0
+    for turn in range(rounds):
+        for run in runs:
+            now = max(now, turn * span_s + max(ages) - run.age_s)
+            yield now, run
 
 
 class _Card:

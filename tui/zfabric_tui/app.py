@@ -54,7 +54,7 @@ DRAWERS: dict[str, Callable[[View], Page]] = {
     commands.FLOW: flow.page,
     EVENTS: events.page,
     WASTE: waste.page,
-    HELP: lambda view: help_page.page(view.width),
+    HELP: lambda view: help_page.page(),
 }
 ASCII_CSS = """
 SearchIcon, CommandPalette LoadingIndicator { display: none; }

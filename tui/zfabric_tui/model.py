@@ -74,8 +74,8 @@ class Rates:
     jobs: dict[str, float] = field(default_factory=dict)
 
 
-def rates(before: Mark | None, long_before: Mark | None, after: Mark) -> Rates:
-    """The rates from one mark to another; those of jobs from an older one."""
+def rates(before: Mark | None, marks: Sequence[Mark], after: Mark) -> Rates:
+    """The rates from one mark to another; those of jobs from the first of `marks` that knows it."""
     if before is None or after.time_s <= before.time_s:
         return Rates()
     seconds = after.time_s - before.time_s
@@ -85,13 +85,10 @@ def rates(before: Mark | None, long_before: Mark | None, after: Mark) -> Rates:
         if (known := before.cards.get(name)) is not None and counts[0] >= known[0]
     }
     jobs = {}
-    if long_before is not None and after.time_s > long_before.time_s:
-        span_s = after.time_s - long_before.time_s
-        jobs = {
-            name: (ended - long_before.jobs[name]) / span_s
-            for name, ended in after.jobs.items()
-            if ended >= long_before.jobs.get(name, ended + 1)
-        }
+    for name, ended in after.jobs.items():
+        first = next((m for m in marks if name in m.jobs), after)
+        if first.time_s < after.time_s and first.jobs[name] <= ended:
+            jobs[name] = (ended - first.jobs[name]) / (after.time_s - first.time_s)
     return Rates(
         items=(after.items - before.items) / seconds,
         accepted=(after.accepted - before.accepted) / seconds,
@@ -132,7 +129,7 @@ class History:
             self._second = None
         self.snapshot = snapshot
         now = mark(snapshot)
-        self.rates = rates(self._back(now, RATE_S), self._back(now, JOB_RATE_S), now)
+        self.rates = rates(self._back(now, RATE_S), self._marks, now)
         if not self._marks or now.time_s - self._marks[-1].time_s >= 1.0:
             self._marks.append(now)
             while now.time_s - self._marks[0].time_s > JOB_RATE_S + 1.0:

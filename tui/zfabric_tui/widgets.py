@@ -259,8 +259,8 @@ class LanesView(Widget):
         return [
             (
                 Span(lanes["signature"], HEAD),
-                Span(f" {plain(lanes['model'], 20)}, {state}: {used:,} of {limit:,} lanes, "),
-                Span(f"{retiring:,} retiring, threshold {percent(threshold)}"),
+                Span(f" {plain(lanes['model'], 12)} ({state}): {used:,} of {limit:,}, "),
+                Span(f"{retiring:,} retiring; opens at {percent(threshold)}"),
             ),
             line(f"{self.metric}: {heat.MEANINGS[self.metric]}; by {self.order}{two}", DIM),
         ]
