@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from tests.harness import Bench, FakeProducer
 from zfabric import snapshot
 from zfabric.protocol import Type
 from zfabric.publishing import Publishing
 from zfabric.shapes import Shape
 from zfabric_tui.app import TopApp
-from zfabric_tui.feed import Arrived
+from zfabric_tui.feed import CURRENT, Arrived
+from zfabric_tui.recording import EVENT, LANES, SNAPSHOT, Writer
 
 ADDRESS = "tcp://127.0.0.1:7410"
 SIZES = ((80, 24), (120, 40), (200, 60))
@@ -25,7 +28,8 @@ class Day:
 
     def __init__(self, seed: int = 3, **config: Any) -> None:
         self.chance = random.Random(seed)
-        self.bench = Bench(lease_s=10.0, **config)
+        self.bench = Bench(**config)
+        self.bench.tick()
         self.publishing = Publishing(self.bench.dispatcher, 4.0)
         contract = {"model": "llama-3-8b", "batch": 32, "tokens": 65_536, "longest": 8_192}
         self.cards = [self.bench.worker(name, **contract) for name in ("gpu0", "gpu1")]
@@ -35,6 +39,8 @@ class Day:
         self.producers: list[FakeProducer] = []
         self.views: list[dict[str, Any]] = []
         self.lanes: list[dict[str, Any]] = []
+        # the lanes of every fifth second
+        self.all_lanes: list[dict[str, Any]] = []
 
     def submit(self, name: str, count: int, expected: int) -> None:
         producer = self.bench.producer(name)
@@ -64,6 +70,8 @@ class Day:
     def publish(self) -> None:
         self.views.append(self.publishing.view(self.bench.now))
         self.lanes = snapshot.current_lanes(self.bench.fabric, self.bench.now)
+        if len(self.views) % 20 == 0:
+            self.all_lanes += self.lanes
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -104,8 +112,11 @@ class FakeFeed:
         self.events = []
         if self.views:
             arrived.snapshots.append(self.views.pop(0))
-        if self.followed and self.followed[-1] in self.lanes:
-            arrived.lanes = {self.followed[-1]: self.lanes[self.followed[-1]]}
+        wanted = self.followed[-1] if self.followed else None
+        if wanted == CURRENT:
+            wanted = next(iter(self.lanes), None)
+        if wanted in self.lanes:
+            arrived.lanes = {wanted: self.lanes[wanted]}
         return arrived
 
     def follow(self, signature: str | None) -> None:
@@ -143,6 +154,21 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def recorded(day: Day, path: Path, leave_out: slice = slice(0, 0)) -> Path:
+    """A recording of the day, without some of its snapshots."""
+    writer = Writer(path, release="test", limit_bytes=1 << 30)
+    lost = set(range(len(day.views))[leave_out])
+    for k, view in enumerate(day.views):
+        if k not in lost:
+            writer.add(SNAPSHOT, view["time"], msgpack.packb(view))
+    for event in day.events:
+        writer.add(EVENT, event["time"], msgpack.packb(event))
+    for lanes in day.all_lanes:
+        writer.add(LANES, lanes["time"], msgpack.packb(lanes), lanes["signature"])
+    writer.close()
+    return path
 
 
 def screen_of(app: TopApp) -> list[str]:

@@ -38,6 +38,8 @@ class Publishing:
         """A subscription began (its first byte is 1) or ended (0), as XPUB tells it."""
         if change[:1] == b"\x01" and len(self._topics) < TOPICS_MAX:
             self._topics.add(change[1:])
+            # Whoever has just come is not to wait for lanes longer than for a snapshot.
+            self._next_lanes_s = 0.0
         elif change[:1] == b"\x00":
             self._topics.discard(change[1:])
 

@@ -6,12 +6,14 @@ is a DISCONNECTED header over the last values, never an exit. Times are seconds 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.screen import Screen
 
 from zfabric.errors import ConfigError, FabricError
@@ -29,7 +31,7 @@ from zfabric_tui.commands import (
 )
 from zfabric_tui.desk import Desk
 from zfabric_tui.dialogs import Ask, Choose, When
-from zfabric_tui.feed import Arrived, Feed, LiveFeed, Snapshot
+from zfabric_tui.feed import CURRENT, Arrived, Feed, LiveFeed, Snapshot
 from zfabric_tui.header import header
 from zfabric_tui.model import STALE_S, History
 from zfabric_tui.pages import cards, events, flow, overview, shapes, waste
@@ -61,6 +63,7 @@ SearchIcon, CommandPalette LoadingIndicator { display: none; }
 CommandPalette #--input { border: none; }
 CommandPalette CommandList { border: none; }
 CommandPalette CommandList.--populating { border: none; }
+CommandPalette * { scrollbar-size: 0 0; }
 """
 
 
@@ -92,7 +95,8 @@ class TopApp(App[None]):
         ends: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__()
+        # Without colour the terminal's own two are used, and no code for any other is sent.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self._feed = feed
         self._replay = feed if isinstance(feed, ReplayFeed) else None
         self._address = address
@@ -288,29 +292,25 @@ class TopApp(App[None]):
         return pages.position
 
     def _draw_lanes(self, lanes: LanesView) -> None:
-        signature = self._signature()
-        self._feed.follow(signature)
-        known = self.history.lanes.get(signature or "")
+        signature = self._shape
+        self._feed.follow(signature or CURRENT)
+        known = self.history.lanes_of(signature)
+        if known is not None:
+            signature = known["signature"]
         rows = self.snapshot["shapes"] if self.snapshot is not None else []
         shape = next((row for row in rows if row["signature"] == signature), None)
-        none = "no shape has lanes yet" if signature is None else f"waiting for {signature} ..."
+        none = "no shape is current" if signature is None else f"waiting for {signature} ..."
         lanes.show(known, shape, none=none, faint=self.lost)
-
-    def _signature(self) -> str | None:
-        """The shape whose lanes are shown."""
-        if self._shape is not None:
-            return self._shape
-        if self.snapshot is None:
-            return None
-        current = [m["current_signature"] for m in self.snapshot["models"]]
-        known = [s for s in current if s is not None]
-        known += [row["signature"] for row in self.snapshot["shapes"]]
-        return known[0] if known else None
 
     def say(self, text: str) -> None:
         """A word in place of the keys, for a while."""
         self._message = (" ".join(text.split()), self._clock() + MESSAGE_S)
         self.draw()
+
+    def action_command_palette(self) -> None:
+        """Every command, by name."""
+        if not CommandPalette.is_open(self):  # type: ignore[arg-type]
+            self.push_screen(CommandPalette(placeholder="a command", id="--command-palette"))
 
     # -- keys ---------------------------------------------------------------------------------
 
@@ -379,7 +379,8 @@ class TopApp(App[None]):
             return
         known = [row["signature"] for row in self.snapshot["shapes"]]
         if known:
-            shown = self._signature()
+            lanes = self.history.lanes_of(self._shape)
+            shown = self._shape or (None if lanes is None else lanes["signature"])
             at = known.index(shown) + by if shown in known else 0
             self._shape = known[at % len(known)]
             self.draw()

@@ -15,7 +15,7 @@ from zfabric_tui.text import pad
 BOX = """
 {name} {{ align: center middle; }}
 {name} Static, {name} Input {{ width: 70; max-width: 100%; height: auto; padding: 0 1; }}
-{name} Static {{ background: $panel; color: $text; }}
+{name} Static {{ border: ascii $foreground; }}
 {name} Input {{ border: none; background: $surface; }}
 """
 CHOICES_MAX = 9

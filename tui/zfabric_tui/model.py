@@ -173,6 +173,12 @@ class History:
         while len(self.lanes) > LANES_KEPT:
             del self.lanes[next(iter(self.lanes))]
 
+    def lanes_of(self, signature: str | None) -> dict[str, Any] | None:
+        """The lanes of a shape, or those that came last; None where there are none."""
+        if signature is not None:
+            return self.lanes.get(signature)
+        return self.lanes[next(reversed(self.lanes))] if self.lanes else None
+
     @property
     def events(self) -> list[dict[str, Any]]:
         """What has happened, oldest first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zfabric_tui.feed import Arrived
+from zfabric_tui.feed import CURRENT, Arrived
 from zfabric_tui.recording import GAP_S, Reader
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
@@ -122,11 +122,12 @@ class ReplayFeed:
     def _bring_lanes(self, arrived: Arrived, at: float) -> None:
         if self._followed is None:
             return
-        lanes = self.reader.lanes(self._followed, at)
+        wanted = None if self._followed == CURRENT else self._followed
+        lanes = self.reader.lanes(wanted, at)
         if lanes is None:
             self._lanes_time = None
             return
-        known = (self._followed, lanes["time"])
+        known = (lanes["signature"], lanes["time"])
         if known != self._lanes_time or arrived.restarted:
             self._lanes_time = known
             arrived.lanes[lanes["signature"]] = lanes

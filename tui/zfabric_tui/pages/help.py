@@ -34,7 +34,7 @@ held      batches on a card, of its window; beat: since it was last heard
 hits      of its prefix cache, and who says so: measured, simulated or n/a
 ideal     what a cache without limit would have hit
 done      of a job: every end; failed: failed, cancelled, refused or dead
-!         a warning; >: the current shape, which all cards of a model drain"""
+!         a warning; *: the current shape, which all cards of a model drain"""
 
 
 def page() -> Page:

@@ -66,7 +66,7 @@ def page(view: View) -> Page:
 
 def _row(shape: dict[str, Any]) -> tuple[str, ...]:
     return (
-        ">" if shape["current"] else "",
+        "*" if shape["current"] else "",
         shape["signature"],
         plain(shape["model"], 18),
         f"{shape['ready_items']:,}",
