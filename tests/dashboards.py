@@ -114,7 +114,7 @@ class FakeFeed:
             arrived.snapshots.append(self.views.pop(0))
         wanted = self.followed[-1] if self.followed else None
         if wanted == CURRENT:
-            wanted = next(iter(self.lanes), None)
+            wanted = next(reversed(self.lanes), None)
         if wanted in self.lanes:
             arrived.lanes = {wanted: self.lanes[wanted]}
         return arrived

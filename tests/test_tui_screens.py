@@ -159,7 +159,7 @@ def test_lost_broker_is_disconnected_over_its_last_values_dimmed(
 
     well, inks = drawn(live(day, clock=clock), size, (), look=look)
     lines, faint_inks = drawn(live(day, clock=clock), size, (), lose, look)
-    assert sum(not style.dim for style in inks) > 20
+    assert sum(not style.dim for style in inks) > 10
     for style, faint in zip(inks, faint_inks, strict=True):
         # Colours are dimmed by mixing them with the background, the rest by the terminal.
         darker = style.color is not None and faint.color != style.color

@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     AGE: ("<1s", "1s", "5s", "15s", "1m", "5m", "15m", "1h+"),
 }
 MEANINGS = {
-    WASTE: "padding of the batches that left the lane since it opened",
+    WASTE: "padding of the batches that left it since it opened",
     DEPTH: "items that wait in the lane",
     AGE: "how long its oldest item has waited",
 }
@@ -35,6 +35,8 @@ SHADES = "·▁▂▃▄▅▆█"
 SHADES_ASCII = ".:-=+*%@"
 EMPTY = " "
 LEVELS = 8
+# Rows of lanes that a page key moves over.
+PAGE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,13 @@ def width_for(count: int, columns: int, rows: int) -> int:
 
 
 def moved(cursor: int, key: str, width: int, count: int) -> int:
-    """Where the cursor is after an arrow key; it stays where there is no lane."""
-    step = {"left": -1, "right": 1, "up": -width, "down": width}[key]
-    wanted = cursor + step
+    """Where the cursor is after a key; it stays where there is no lane."""
+    page = PAGE_ROWS * width
+    steps = {
+        "left": -1, "right": 1, "up": -width, "down": width, "pageup": -page, "pagedown": page,
+        "home": -cursor, "end": count - 1 - cursor,
+    }  # fmt: skip
+    wanted = cursor + steps[key]
     return wanted if 0 <= wanted < count else cursor
 
 

@@ -191,15 +191,10 @@ class LanesView(Widget):
         self._map()
 
     def move(self, key: str) -> None:
-        """Move the cursor: left, right, up, down, home, end."""
-        count = 0 if self._heat is None else len(self._heat)
-        if not count:
-            return
-        if key in ("home", "end"):
-            self._cursor = 0 if key == "home" else count - 1
-        else:
-            self._cursor = heat.moved(self._cursor, key, self._width, count)
-        self.refresh()
+        """Move the cursor, see `heat.moved`."""
+        if self._heat is not None and len(self._heat):
+            self._cursor = heat.moved(self._cursor, key, self._width, len(self._heat))
+            self.refresh()
 
     @property
     def lane(self) -> int | None:
@@ -255,7 +250,7 @@ class LanesView(Widget):
         threshold = lanes["threshold_ratio"]
         state = "current" if self._shape is not None and self._shape["current"] else "waiting"
         retiring = sum(lanes["quiescing"])
-        two = "" if self._palette.color and not self._palette.ascii_only else ", the hotter of two"
+        two = "" if self._palette.color and not self._palette.ascii_only else ", hotter of two"
         return [
             (
                 Span(lanes["signature"], HEAD),

@@ -25,7 +25,9 @@ from zfabric_tui.text import (
     trend,
 )
 
-JOBS_SHOWN, CARDS_SHOWN = 6, 6
+# Lines of everything but cards and jobs, which share what is left.
+FIXED_LINES = 14
+ROWS_MIN = 2
 NAME_CHARS, CARD_CHARS = 34, 16
 LABEL = 9
 
@@ -46,6 +48,11 @@ def _state(view: View) -> list[Line]:
     return [
         (Span(f"! {alarm.text}", alarm.level), Span(f"   {alarm.hint}", DIM)) for alarm in found[:5]
     ] + ([line(f"  and {len(found) - 5} more", DIM)] if len(found) > 5 else [])
+
+
+def _rows_shown(view: View) -> int:
+    """Rows for the cards, and as many for the jobs."""
+    return max(ROWS_MIN, (view.height - FIXED_LINES) // 2)
 
 
 def _label(text: str) -> Span:
@@ -117,8 +124,9 @@ def _cards(view: View) -> list[Line]:
         Column("by"),
         Column("beat"),
     )
-    head, rows = table(columns, [_card(view, w) for w in workers[:CARDS_SHOWN]], view.width)
-    more = len(workers) - CARDS_SHOWN
+    shown = _rows_shown(view)
+    head, rows = table(columns, [_card(view, w) for w in workers[:shown]], view.width)
+    more = len(workers) - shown
     return [
         line(head, HEAD),
         *map(line, rows),
@@ -153,8 +161,9 @@ def _jobs(view: View) -> list[Line]:
         Column("failed"),
         Column("ETA"),
     )
-    head, rows = table(columns, [_job(view, job) for job in known[:JOBS_SHOWN]], view.width)
-    more = len(known) - JOBS_SHOWN
+    shown = _rows_shown(view)
+    head, rows = table(columns, [_job(view, job) for job in known[:shown]], view.width)
+    more = len(known) - shown
     return [
         line(head, HEAD),
         *map(line, rows),
