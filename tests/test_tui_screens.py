@@ -28,6 +28,8 @@ from tests.dashboards import (
     recorded,
     screen_of,
 )
+from tests.harness import Bench
+from zfabric.publishing import Publishing
 from zfabric_tui.app import TopApp
 from zfabric_tui.commands import EVERYWHERE, HELP, LANES
 from zfabric_tui.recording import Reader
@@ -109,6 +111,23 @@ def test_page_is_drawn_as_it_was_kept(day: Day, page: str, size: tuple[int, int]
     lines = drawn(live(day), size, (key_of(page),))
     compare(page, size, lines)
     assert all(len(line) <= size[0] for line in lines)
+
+
+@pytest.mark.parametrize("page", EVERYWHERE)
+def test_fabric_that_has_done_nothing_is_drawn_too(page: str) -> None:
+    bench = Bench()
+    view = Publishing(bench.dispatcher, 4.0).view(bench.now)
+    app = TopApp(FakeFeed([view]), ADDRESS, desk=FakeDesk(), hz=0.001, clock=Clock())
+    lines = drawn(app, (80, 24), (key_of(page),))
+    assert "HEALTHY" in lines[0]
+    assert sum(bool(line) for line in lines) >= 4
+
+
+@pytest.mark.parametrize("page", EVERYWHERE)
+def test_before_anything_is_heard_there_is_nothing_to_draw(page: str) -> None:
+    app = TopApp(FakeFeed([]), ADDRESS, desk=FakeDesk(), hz=0.001, clock=Clock())
+    lines = drawn(app, (80, 24), (key_of(page),))
+    assert "DISCONNECTED" in lines[0] and "nothing heard yet" in lines[0]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -54,7 +54,8 @@ class Explanation:
     padded_tokens: int
     waste_ratio: float
     batch_fill_ratio: float
-    cost_ratio: float
+    # None before anything was handed out
+    cost_ratio: float | None
     warning: str | None
 
     def as_map(self) -> dict[str, Any]:

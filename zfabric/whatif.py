@@ -47,7 +47,8 @@ class Outcome:
     verdict: str
     waste_ratio: float
     batch_fill_ratio: float
-    cost_ratio: float
+    # None where nothing was handed out
+    cost_ratio: float | None
     lane_pressure_ratio: float
     padding_tokens: dict[str, int]
 

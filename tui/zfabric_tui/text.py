@@ -112,6 +112,11 @@ def percent(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.1f}%"
 
 
+def factor(value: float | None) -> str:
+    """1.234 as "1.23"; n/a before there is anything to divide by."""
+    return "n/a" if value is None else f"{value:.2f}"
+
+
 def duration(seconds: float | None) -> str:
     """3700 as "1 h 01 min"; - for none."""
     if seconds is None:

@@ -160,7 +160,7 @@ def text(said: Explanation, now_s: float) -> str:
         ("since", since),
         ("rule", said.rule),
         ("waste", f"{percent(said.waste_ratio)} of {said.padded_tokens:,} padded tokens"),
-        ("beside it", f"fill {percent(said.batch_fill_ratio)}, cost {said.cost_ratio:.3f}"),
+        ("beside it", f"fill {percent(said.batch_fill_ratio)}, cost {_factor(said.cost_ratio)}"),
         ("do", said.advice),
         ("run", said.command),
     ]
@@ -179,6 +179,10 @@ def text(said: Explanation, now_s: float) -> str:
     return "\n\n".join(blocks)
 
 
+def _factor(ratio: float | None) -> str:
+    return "n/a" if ratio is None else f"{ratio:.3f}"
+
+
 def what_if_text(outcomes: list[Outcome], runs: list[Run], backlog: int) -> str:
     """The comparison for people."""
     items = sum(len(run.lengths) for run in runs)
@@ -188,7 +192,7 @@ def what_if_text(outcomes: list[Outcome], runs: list[Run], backlog: int) -> str:
             outcome.verdict,
             percent(outcome.waste_ratio),
             percent(outcome.batch_fill_ratio),
-            f"{outcome.cost_ratio:.3f}",
+            _factor(outcome.cost_ratio),
             percent(outcome.lane_pressure_ratio),
         ]
         for outcome in outcomes

@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
             "zfabric top --once prints the status a single time"
         )
     if args.replay is not None:
-        replay(args.replay, hz=args.hz, ascii_only=args.ascii)
-        return 0
-    watch(
+        return replay(args.replay, hz=args.hz, ascii_only=args.ascii)
+    return watch(
         common.load(args).client,
         hz=args.hz,
         readonly=args.readonly,
@@ -78,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
         record=args.record,
         record_mib=args.record_mib,
     )
-    return 0
 
 
 def on_terminal() -> bool:
@@ -100,8 +98,11 @@ def watch(
     record: Path | None = None,
     record_mib: int = RECORD_MIB,
     ends: Callable[[], bool] | None = None,
-) -> None:
-    """Draw the fabric behind a broker until the user leaves or `ends()`. Raises ConnectError."""
+) -> int:
+    """Draw the fabric behind a broker until the user leaves or `ends()`; 0, or 1 if that failed.
+
+    Raises ConnectError.
+    """
     client = common.connect(settings)
     host, _ = parse_address(client.address)
     stats = format_address(host, client.welcome["stats_port"])
@@ -113,7 +114,7 @@ def watch(
     from zfabric_tui.recorder import Recorder
 
     recorder = None if record is None else Recorder(record, record_mib)
-    TopApp(
+    app = TopApp(
         LiveFeed(stats, recording=record is not None),
         address,
         desk=BrokerDesk(settings.broker, settings.timeout_s),
@@ -122,14 +123,18 @@ def watch(
         ascii_only=_ascii_wanted(ascii_only),
         recorder=recorder,
         ends=ends,
-    ).run()
+    )
+    app.run()
+    return app.return_code or 0
 
 
-def replay(path: Path, *, hz: float, ascii_only: bool) -> None:
-    """Draw a recording until the user leaves. Raises ConfigError."""
+def replay(path: Path, *, hz: float, ascii_only: bool) -> int:
+    """Draw a recording until the user leaves; see `watch`. Raises ConfigError."""
     from zfabric_tui.app import TopApp
     from zfabric_tui.recording import Reader
     from zfabric_tui.replay import ReplayFeed
 
     feed = ReplayFeed(Reader(path), time.monotonic)
-    TopApp(feed, os.fspath(path), hz=hz, ascii_only=_ascii_wanted(ascii_only)).run()
+    app = TopApp(feed, os.fspath(path), hz=hz, ascii_only=_ascii_wanted(ascii_only))
+    app.run()
+    return app.return_code or 0

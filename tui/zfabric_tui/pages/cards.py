@@ -44,7 +44,7 @@ BAR = 20
 
 def page(view: View) -> Page:
     """The workers, and all of the chosen one."""
-    workers = view.snapshot["workers"]
+    workers = sorted(view.snapshot["workers"], key=lambda w: w["name"])
     if not workers:
         return Page([line("no workers: zfabric worker --help", DIM)])
     live = sum(1 for w in workers if w["live"])

@@ -17,6 +17,7 @@ from zfabric_tui.text import (
     amount,
     counted,
     duration,
+    factor,
     line,
     percent,
     plain,
@@ -93,7 +94,7 @@ def _padding(view: View) -> list[Line]:
     books += f" + set aside {set_aside:,}" if set_aside else ""
     residual = s["residual_items"]
     return [
-        (_label("padding"), Span(f"{ratios}cost {s['cost_ratio']:.2f}  "), _said(view)),
+        (_label("padding"), Span(f"{ratios}cost {factor(s['cost_ratio'])}  "), _said(view)),
         (_label("lanes"), Span(lanes + pressure)),
         (_label("items"), Span(f"accepted {s['accepted_items']:,} = {books}")),
         (
@@ -111,7 +112,7 @@ def _said(view: View) -> Span:
 
 
 def _cards(view: View) -> list[Line]:
-    workers = view.snapshot["workers"]
+    workers = sorted(view.snapshot["workers"], key=lambda w: w["name"])
     if not workers:
         return [line("no workers: zfabric worker --help", DIM)]
     columns = (

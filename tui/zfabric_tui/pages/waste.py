@@ -16,6 +16,7 @@ from zfabric_tui.text import (
     Line,
     Span,
     duration,
+    factor,
     line,
     percent,
     ratio_bar,
@@ -62,7 +63,7 @@ def _verdict(said: Explanation, view: View) -> list[Line]:
         *_wrapped("run", said.command, view.width, HEAD),
         (
             Span("beside".ljust(LABEL), DIM),
-            Span(f"fill {percent(said.batch_fill_ratio)}  cost {said.cost_ratio:.2f}"),
+            Span(f"fill {percent(said.batch_fill_ratio)}  cost {factor(said.cost_ratio)}"),
             Span("   waste alone can be gamed", DIM),
         ),
     ]
