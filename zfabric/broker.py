@@ -104,7 +104,7 @@ class Broker:
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
         self._drain_asked = threading.Event()
         self._stop_asked = threading.Event()
-        self._publishing = Publishing(self.dispatcher, config.hz)
+        self.publishing = Publishing(self.dispatcher, config.hz)
         self._questions: deque[Future[dict[str, Any]]] = deque()
         self._slices = [0] * (len(SLICE_BOUNDS_S) + 1)
         # Called with each event in turn; must not block.
@@ -233,8 +233,8 @@ class Broker:
             until.append(RETRY_S)
         if self.dispatcher.wake_at is not None:
             until.append(self.dispatcher.wake_at - now)
-        if self._publishing.next_s is not None:
-            until.append(self._publishing.next_s - now)
+        if self.publishing.next_s is not None:
+            until.append(self.publishing.next_s - now)
         return max(0.0, min(until))
 
     def turn(self) -> None:
@@ -396,7 +396,7 @@ class Broker:
         for _ in range(min(len(self._questions), QUESTIONS_MAX)):
             answer = self._questions.popleft()
             if answer.set_running_or_notify_cancel():
-                answer.set_result(self._publishing.view(now))
+                answer.set_result(self.publishing.view(now))
         if self.on_event is not None:
             for event in self.dispatcher.fabric.fresh_events:
                 self.on_event(event)
@@ -405,10 +405,10 @@ class Broker:
             return
         for _ in range(CHANGES_MAX):
             try:
-                self._publishing.changed(stats.recv(zmq.NOBLOCK))
+                self.publishing.changed(stats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-        for topic, value in self._publishing.messages(now):
+        for topic, value in self.publishing.messages(now):
             self._publish(stats, topic, value)
 
     @staticmethod

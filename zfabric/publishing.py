@@ -29,7 +29,7 @@ class Publishing:
 
     def __init__(self, dispatcher: Dispatcher, hz: float) -> None:
         self._dispatcher = dispatcher
-        self._interval_s = 1 / hz
+        self.interval_s = 1 / hz
         self._topics: set[bytes] = set()
         self._next_s = self._next_lanes_s = self._next_lengths_s = 0.0
         self._lengths_taken = 0
@@ -65,7 +65,7 @@ class Publishing:
             yield TOPIC_EVENT, fresh.popleft()
         if now < self._next_s:
             return
-        self._next_s = now + self._interval_s
+        self._next_s = now + self.interval_s
         if self._wanted(TOPIC_SNAPSHOT):
             yield TOPIC_SNAPSHOT, self.view(now)
         if now >= self._next_lanes_s:

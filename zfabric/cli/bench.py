@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zfabric.cli import common
+from zfabric.cli import bench_top, common
 from zfabric.errors import ConfigError
 
 TEXT = """
@@ -30,6 +30,7 @@ def add(commands: common.Commands) -> None:
         "zfabric bench recovery --items 1000000",
     )
     within = group.add_subparsers(metavar="BENCHMARK")
+    bench_top.add(within)
     for name, run, summary in (
         ("recovery", _recovery, "start on a directory of queued items"),
         ("memory", _memory, "memory for each queued item"),
@@ -51,7 +52,7 @@ def add(commands: common.Commands) -> None:
 
 
 def _need_more() -> int:
-    raise ConfigError("say what to measure: zfabric bench recovery, memory, commit or ack")
+    raise ConfigError("say what to measure: zfabric bench recovery, memory, commit, ack or top")
 
 
 def _runner(
