@@ -177,7 +177,11 @@ class TopApp(App[None]):
         """Take what the feed has and draw it; leave when what was watched has ended."""
         if self._ends is not None and self._ends():
             self.exit()
-        self._take(self._feed.poll(0))
+        try:
+            self._take(self._feed.poll(0))
+        except ConfigError as error:
+            # A recording that is damaged in places can still be gone on in.
+            self.say(str(error))
         self._look_for_broker()
         self.draw()
 

@@ -159,6 +159,14 @@ def unpack(data: bytes, base: bytes | None) -> bytes:
     return zlib.decompressobj(zdict=base).decompress(data)
 
 
+def _value(data: bytes, base: bytes | None) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = msgpack.unpackb(unpack(data, base))
+    except (zlib.error, ValueError, msgpack.UnpackException) as error:
+        raise ConfigError(f"the recording is damaged: {error}") from None
+    return value
+
+
 class Reader:
     """Reads a recording; a broker may still be adding to it. Raises ConfigError when made."""
 
@@ -226,7 +234,7 @@ class Reader:
             "ORDER BY time DESC LIMIT ?",
             (SNAPSHOT, after_s, upto_s, most),
         ).fetchall()
-        return [msgpack.unpackb(unpack(data, self._base(base))) for base, data in reversed(rows)]
+        return [_value(data, self._base(base)) for base, data in reversed(rows)]
 
     def _base(self, seq: int | None) -> bytes | None:
         if seq is None:
@@ -243,7 +251,7 @@ class Reader:
             "ORDER BY time DESC, seq DESC LIMIT ?",
             (EVENT, after_s, upto_s, most),
         ).fetchall()
-        return [msgpack.unpackb(unpack(data, None)) for (data,) in reversed(rows)]
+        return [_value(data, None) for (data,) in reversed(rows)]
 
     def event_time(self, time_s: float, *, forward: bool) -> float | None:
         """When the next event after `time_s`, or the last one before it, happened."""
@@ -268,7 +276,7 @@ class Reader:
             "ORDER BY time DESC LIMIT 1",
             (LANES, upto_s, *about),
         ).fetchone()
-        return None if row is None else msgpack.unpackb(unpack(row[0], None))
+        return None if row is None else _value(row[0], None)
 
     def lengths(self, upto_s: float) -> Iterator[dict[str, Any]]:
         """What was said of accepted lengths up to a time, newest first."""
@@ -277,4 +285,4 @@ class Reader:
             (LENGTHS, upto_s),
         )
         for (data,) in rows:
-            yield msgpack.unpackb(unpack(data, None))
+            yield _value(data, None)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from zfabric_tui.text import DIM, HEAD, Line, Span
 
+# Less than this apart nothing happens.
+SHORTEST_S = 1e-6
 KNOWN, GAP, EVENT, HERE = "-", " ", "+", "#"
 
 
@@ -22,10 +24,10 @@ def bar(
 ) -> str:
     """A character for each of `width` equal parts of the recording."""
     first, last = span
-    step = (last - first) / width or 1.0
+    step = max((last - first) / width, SHORTEST_S)
 
     def place(time_s: float) -> int:
-        return min(width - 1, max(0, int((time_s - first) / step)))
+        return min(width - 1, int((min(max(time_s, first), last) - first) / step))
 
     cells = [KNOWN] * width
     for before, after in gaps:
