@@ -61,6 +61,8 @@ class Publishing:
         if not self._topics:
             fresh.clear()
             return
+        if not self._wanted(TOPIC_EVENT):
+            fresh.clear()
         while fresh:
             yield TOPIC_EVENT, fresh.popleft()
         if now < self._next_s:
