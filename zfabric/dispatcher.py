@@ -37,6 +37,7 @@ from zfabric.protocol import (
 )
 from zfabric.segments import Window
 from zfabric.store import Store
+from zfabric.watching import Watch
 
 PRODUCERS, WORKERS = "producers", "workers"
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
@@ -44,8 +45,6 @@ ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORK
 PEERS_MAX = 20_000
 # Upkeep and judgement are due this often; a busy loop turns a thousand times a second.
 UPKEEP_S = 0.1
-# How often it is asked what the padding comes from, for the time at which that changed.
-DIAGNOSIS_S = 1.0
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
 # Characters of a refusal's text, well under what a REPLY may hold.
@@ -86,13 +85,13 @@ class Dispatcher:
         self._intake = Intake(self.fabric, self._send)
         self._delivery = Delivery(self.fabric, self._send, boot_id)
         self._offers = Offers(self.fabric)
+        self._watch = Watch(self.fabric)
         self._operations = operate.Operations(
-            self.fabric, self._meta, self.drain, self._cancel, self._forget
+            self.fabric, self.meta, self.drain, self._cancel, self._forget
         )
         self._next_heartbeat_s = 0.0
         self._next_upkeep_s = 0.0
         self._next_judgement_s = 0.0
-        self._next_diagnosis_s = 0.0
         self._promised: deque[Parcel] = deque()
         # the window whose sync runs, and what goes out when it is over
         self._window: Window | None = None
@@ -103,21 +102,18 @@ class Dispatcher:
         # the time of the latest tick, for chores that run across ticks
         self._now = 0.0
         self.draining_since: float | None = None
-        # what the broker measured of its own loop, for status
+        # for status: what the broker measured of its own loop, what it found in its directory, and
+        # the bytes that its store has there and may have
         self.gauges: dict[str, Any] = {}
-        # bytes that the store has on a disk, and may have; None of a store in memory
-        self.disk: Callable[[], tuple[int, int | None]] | None = None
-        # what the broker found in its directory, for status
         self.recovery: dict[str, Any] | None = None
+        self.disk: Callable[[], tuple[int, int | None]] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
             Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
             Type.SUBMIT: self._on_submit,
             Type.RESULT_ACK: self._on_result_ack,
             Type.REQUEST: self._on_request,
             Type.HEARTBEAT: self._on_heartbeat,
-            Type.BYE: lambda peer, m, now: self._gone(
-                peer, m.fields.get("reason", "left"), now, "left"
-            ),
+            Type.BYE: lambda peer, m, now: self._gone(peer, m.fields.get("reason", "left"), now),
             Type.STARTED: lambda peer, m, now: self._delivery.started(self._worker(peer), m, now),
             Type.DONE: lambda peer, m, now: self._delivery.done(self._worker(peer), m, now),
             Type.RETURNED: lambda peer, m, now: self._delivery.returned(self._worker(peer), m, now),
@@ -281,7 +277,7 @@ class Dispatcher:
         if peer is not None:
             self._gone(peer, reason, now, "unreachable")
 
-    def _gone(self, peer: Peer, reason: str, now: float, kind: str) -> None:
+    def _gone(self, peer: Peer, reason: str, now: float, kind: str = "left") -> None:
         self.peers.pop(peer.address, None)
         peer.state = GONE
         holder = self._holder(peer.role, peer.name)
@@ -308,9 +304,7 @@ class Dispatcher:
         if now >= self._next_upkeep_s:
             self._next_upkeep_s = now + UPKEEP_S
             self._maintain(now)
-        if now >= self._next_diagnosis_s:
-            self._next_diagnosis_s = now + DIAGNOSIS_S
-            self._diagnose(now)
+        self._watch.look(now)
         if drained and now >= self._next_judgement_s:
             self._next_judgement_s = now + UPKEEP_S
             self._judge(now)
@@ -343,16 +337,6 @@ class Dispatcher:
             if group is not None:
                 lanes += 1 + len(group.queues)
                 self.fabric.maintain(group, now)
-
-    def _diagnose(self, now: float) -> None:
-        fabric, diagnosis = self.fabric, self.fabric.diagnosis
-        verdict = snapshot.diagnose(fabric)
-        if diagnosis.judge(verdict, fabric.waste.padded_tokens, now):
-            fabric.event("waste_verdict", f"{verdict}: zfabric explain waste", now, verdict=verdict)
-        no_space = fabric.store.backing.full(now)
-        if diagnosis.found_room(no_space, now):
-            kind = "storage_available" if no_space is None else "storage_full"
-            fabric.event(kind, no_space or "submits are taken again", now)
 
     def _work_off_chores(self) -> None:
         for _ in range(len(self._chores)):
@@ -478,7 +462,8 @@ class Dispatcher:
         self.fabric.forget(producer)
         self.fabric.event("producer_forgotten", producer.name, now, producer=producer.name)
 
-    def _meta(self, now: float) -> dict[str, Any]:
+    def meta(self, now: float) -> dict[str, Any]:
+        """What a snapshot says of the broker itself."""
         return {
             "boot_id": f"{self.boot_id:016x}",
             "store_id": f"{self.fabric.store.store_id:016x}",
@@ -490,10 +475,6 @@ class Dispatcher:
             "storage": snapshot.storage(self.fabric, self.disk() if self.disk else None, now),
             **self.gauges,
         }
-
-    def meta(self, now: float) -> dict[str, Any]:
-        """What a snapshot says of the broker itself."""
-        return self._meta(now)
 
     def _send(
         self,

@@ -9,7 +9,6 @@ machine.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import fcntl
 import os
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         figures |= _publishing(broker, address, args.seconds)
         figures |= _dashboard(broker, address, args.seconds)
         view = broker.ask(60.0)
-    figures |= asyncio.run(_memory(view, args.snapshots))
+    figures |= _memory(view, args.snapshots)
     report = {"command": "zfabric " + " ".join(sys.argv[1:]), "machine": machine(), **figures}
     if args.json:
         common.show_json(report)
@@ -215,8 +214,10 @@ def _rss_mib() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-async def _memory(view: dict[str, Any], snapshots: int) -> dict[str, Any]:
+def _memory(view: dict[str, Any], snapshots: int) -> dict[str, Any]:
     """A dashboard in this process that is fed snapshots that all differ; its memory by tenths."""
+    import asyncio
+
     from zfabric_tui.app import TopApp
     from zfabric_tui.feed import Arrived
 
@@ -242,15 +243,19 @@ async def _memory(view: dict[str, Any], snapshots: int) -> dict[str, Any]:
     feed = Endless()
     app = TopApp(feed, "bench", hz=0.001)
     seen: list[float] = []
+
+    async def feed_it() -> None:
+        async with app.run_test(size=SIZE):
+            for k in range(10):
+                app.action_open(("overview", "shapes", "events", "flow", "waste")[k % 5])
+                while feed.given < snapshots * (k + 1) // 10:
+                    app.refresh_picture()
+                    if not feed.given % 8:
+                        await asyncio.sleep(0)
+                seen.append(_rss_mib())
+
     started = time.monotonic()
-    async with app.run_test(size=SIZE):
-        for k in range(10):
-            app.action_open(("overview", "shapes", "events", "flow", "waste")[k % 5])
-            while feed.given < snapshots * (k + 1) // 10:
-                app.refresh_picture()
-                if not feed.given % 8:
-                    await asyncio.sleep(0)
-            seen.append(_rss_mib())
+    asyncio.run(feed_it())
     return {
         "snapshots": snapshots,
         "memory_mib_after_each_tenth": [round(mib, 1) for mib in seen],
