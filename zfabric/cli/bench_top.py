@@ -1,4 +1,4 @@
-"""`zfabric bench top`: what the dashboard costs its machine, and what publishing costs the broker."""
+"""`zfabric bench top`: what the dashboard costs, and what publishing costs the broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring `zfabric top`: what the dashboard costs its machine, and what publishing costs the broker.
+"""Measuring `zfabric top`: what the dashboard costs, and what publishing costs the broker.
 
 A broker in this process holds shapes with every lane in use; `zfabric top` runs in a terminal of
 its own beside it, as a user's would. CPU is a share of one core, read from the system's own
