@@ -93,15 +93,18 @@ def a_day() -> Day:
 
 
 class FakeFeed:
-    """What is given to it, one snapshot a poll; made up, for tests."""
+    """What is given to it: the first `first` snapshots at once, then one a poll. For tests."""
 
     def __init__(
         self,
         views: Sequence[dict[str, Any]],
         events: Sequence[dict[str, Any]] = (),
         lanes: dict[str, dict[str, Any]] | None = None,
+        *,
+        first: int = 1,
     ) -> None:
         self.views = list(views)
+        self._first = first
         self.events = list(events)
         self.lanes = lanes or {}
         self.followed: list[str | None] = []
@@ -110,8 +113,8 @@ class FakeFeed:
     def poll(self, timeout_s: float) -> Arrived:
         arrived = Arrived(events=self.events)
         self.events = []
-        if self.views:
-            arrived.snapshots.append(self.views.pop(0))
+        arrived.snapshots, self.views = self.views[: self._first], self.views[self._first :]
+        self._first = 1
         wanted = self.followed[-1] if self.followed else None
         if wanted == CURRENT:
             wanted = next(reversed(self.lanes), None)

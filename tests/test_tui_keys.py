@@ -39,7 +39,8 @@ def recording(day: Day, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def live(day: Day, desk: FakeDesk | None = None, **changed: Any) -> TopApp:
     views = [{**view, **changed} for view in day.views[-SEEN:]]
-    feed = FakeFeed(views, day.events, {lanes["signature"]: lanes for lanes in day.all_lanes})
+    lanes = {lanes["signature"]: lanes for lanes in day.all_lanes}
+    feed = FakeFeed(views, day.events, lanes, first=SEEN)
     return TopApp(feed, ADDRESS, desk=desk or FakeDesk(), hz=0.001, clock=Clock())
 
 
@@ -53,8 +54,6 @@ def pressed(app: TopApp, *keys: str, size: tuple[int, int] = (80, 24), look: See
 
     async def run() -> list[Any]:
         async with app.run_test(size=size) as pilot:
-            for _ in range(SEEN):
-                app.refresh_picture()
             await pilot.pause()
             seen = [look(app)]
             for key in keys:
@@ -144,8 +143,6 @@ def test_space_holds_the_picture_and_goes_on(day: Day) -> None:
     async def run() -> list[float]:
         times = []
         async with app.run_test() as pilot:
-            for _ in range(SEEN - 1):
-                app.refresh_picture()
             for key in ("space", "space"):
                 await pilot.press(key)
                 app.refresh_picture()
@@ -174,8 +171,6 @@ def test_chosen_row_stays_chosen_when_the_order_changes(day: Day) -> None:
 
     async def run() -> tuple[str | None, str | None]:
         async with app.run_test() as pilot:
-            for _ in range(SEEN - 1):
-                app.refresh_picture()
             await pilot.press("3", "down")
             before = chosen(app)
             app.refresh_picture()

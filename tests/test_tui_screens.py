@@ -64,7 +64,7 @@ def here_is_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def live(day: Day, **options: Any) -> TopApp:
-    feed = FakeFeed(day.views[-SEEN:], day.events, day.lanes_by_signature)
+    feed = FakeFeed(day.views[-SEEN:], day.events, day.lanes_by_signature, first=SEEN)
     return TopApp(feed, ADDRESS, desk=FakeDesk(), hz=0.001, **{"clock": Clock(), **options})
 
 
@@ -79,8 +79,6 @@ def drawn(
 
     async def run() -> Any:
         async with app.run_test(size=size) as pilot:
-            for _ in range(SEEN):
-                app.refresh_picture()
             for key in keys:
                 await pilot.press(key)
                 app.refresh_picture()

@@ -6,12 +6,11 @@ caller's monotonic clock). Bounded in items; it never sees a payload, and nothin
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Enough to fill 2,048 lanes several times over, and 64 KiB.
+# Enough to fill 2,048 lanes several times over, and less than 1 MiB.
 ITEMS_MAX = 16_384
 
 
@@ -20,7 +19,7 @@ class Run(NamedTuple):
 
     model: str
     signature: int
-    lengths: array[int]
+    lengths: Sequence[int]
     at_s: float
 
 
@@ -36,11 +35,11 @@ class Recent:
         self.taken = 0
 
     def note(self, model: str, signature: int, lengths: Sequence[int], now: float) -> None:
-        """Items were accepted."""
-        run = Run(model, signature, array("I", lengths[-ITEMS_MAX:]), now)
-        self._runs.append(run)
+        """Items were accepted; `lengths` is kept as it is, and must not change."""
+        kept = lengths if len(lengths) <= ITEMS_MAX else lengths[-ITEMS_MAX:]
+        self._runs.append(Run(model, signature, kept, now))
         self.taken += 1
-        self._items += len(run.lengths)
+        self._items += len(kept)
         while self._items > ITEMS_MAX:
             self._items -= len(self._runs.popleft().lengths)
 

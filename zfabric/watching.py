@@ -1,4 +1,4 @@
-"""Watching: what the broker asks itself once a second, so that it is known when an answer changed.
+"""Watching: what the broker asks itself now and then, so that it is known when an answer changed.
 
 What does the padding come from, and is there room on the disk: a change of either is an event.
 Times are seconds on the caller's monotonic clock. Nothing about work is decided here.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from zfabric import snapshot
 from zfabric.fabric import Fabric
 
-# A verdict costs a pass over all shapes.
-WATCH_S = 1.0
+# A verdict costs a pass over all shapes, some 3 ms for a thousand.
+VERDICT_S = 5.0
+# Room is what the backing found at its last look: cheap.
+ROOM_S = 1.0
 
 
 class Watch:
@@ -18,18 +20,27 @@ class Watch:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._next_s = 0.0
+        self._next_verdict_s = 0.0
+        self._next_room_s = 0.0
 
     def look(self, now: float) -> None:
         """Take note of the verdict and of the room, where that is due."""
-        if now < self._next_s:
-            return
-        self._next_s = now + WATCH_S
-        fabric, diagnosis = self._fabric, self._fabric.diagnosis
+        if now >= self._next_verdict_s:
+            self._next_verdict_s = now + VERDICT_S
+            self._judge(now)
+        if now >= self._next_room_s:
+            self._next_room_s = now + ROOM_S
+            self._look_for_room(now)
+
+    def _judge(self, now: float) -> None:
+        fabric = self._fabric
         verdict = snapshot.diagnose(fabric)
-        if diagnosis.judge(verdict, fabric.waste.padded_tokens, now):
+        if fabric.diagnosis.judge(verdict, fabric.waste.padded_tokens, now):
             fabric.event("waste_verdict", f"{verdict}: zfabric explain waste", now, verdict=verdict)
+
+    def _look_for_room(self, now: float) -> None:
+        fabric = self._fabric
         no_space = fabric.store.backing.full(now)
-        if diagnosis.found_room(no_space, now):
+        if fabric.diagnosis.found_room(no_space, now):
             kind = "storage_available" if no_space is None else "storage_full"
             fabric.event(kind, no_space or "submits are taken again", now)

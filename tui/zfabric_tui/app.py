@@ -20,7 +20,6 @@ from zfabric.errors import ConfigError, FabricError
 from zfabric_tui import commands, orders
 from zfabric_tui.commands import (
     COMMANDS,
-    EVENTS,
     HELP,
     LANES,
     LIVE,
@@ -34,8 +33,7 @@ from zfabric_tui.dialogs import Ask, Choose, When
 from zfabric_tui.feed import CURRENT, Arrived, Feed, LiveFeed, Snapshot
 from zfabric_tui.header import header
 from zfabric_tui.model import STALE_S, History
-from zfabric_tui.pages import cards, events, flow, overview, shapes, waste
-from zfabric_tui.pages import help as help_page
+from zfabric_tui.pages.book import BOOK
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.paint import Palette
 from zfabric_tui.recorder import Recorder
@@ -49,15 +47,6 @@ from zfabric_tui.widgets import LanesView, PageView
 # A broker that is lost is looked for this often.
 RETRY_S = 5.0
 MESSAGE_S = 6.0
-DRAWERS: dict[str, Callable[[View], Page]] = {
-    OVERVIEW: overview.page,
-    SHAPES: shapes.page,
-    commands.CARDS: cards.page,
-    commands.FLOW: flow.page,
-    EVENTS: events.page,
-    WASTE: waste.page,
-    HELP: lambda view: help_page.page(),
-}
 ASCII_CSS = """
 SearchIcon, CommandPalette LoadingIndicator { display: none; }
 CommandPalette #--input { border: none; }
@@ -140,6 +129,10 @@ class TopApp(App[None]):
         self.query_one(LanesView).display = False
         self.set_interval(self._interval_s, self.refresh_picture)
         self.refresh_picture()
+
+    def on_resize(self) -> None:
+        """Another width has room for other columns; the widgets know theirs after a layout."""
+        self.call_after_refresh(self.draw)
 
     def on_unmount(self) -> None:
         """The feed ends with the screen."""
@@ -292,7 +285,7 @@ class TopApp(App[None]):
         view = View(
             self.snapshot or {}, self.history, pages.size.width, pages.size.height, pages.chosen
         )
-        pages.show(DRAWERS[self.page](view), faint=faint)
+        pages.show(BOOK[self.page](view), faint=faint)
         return pages.position
 
     def _draw_lanes(self, lanes: LanesView) -> None:
