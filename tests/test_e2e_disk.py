@@ -70,8 +70,8 @@ def test_real_prompts_leave_no_segment_and_no_bytes(fabric: Fabric, prompts: Pat
     check_output(fabric, prompts)
     until(lambda: not list(data.rglob("*.seg")))
     status = fabric.status()
-    assert (status["residual_items"], status["disk"]["segment_files"]) == (0, 0)
-    assert status["disk"]["bytes"] == 0
+    assert (status["residual_items"], status["storage"]["segment_files"]) == (0, 0)
+    assert status["storage"]["disk_bytes"] == 0
     # The catalog has grown by some records until the next start rewrites it.
     catalog = (data / "catalog.log").stat().st_size
     assert disk_bytes(data) - baseline <= catalog + 4_096 * 8

@@ -61,11 +61,11 @@ def disk_use(root: Path) -> int:
 def test_dead_neighbours_of_a_live_item_give_their_bytes_back(tmp_path: Path) -> None:
     bench = PinBench(tmp_path)
     _, worker = bench.pin()
-    before, counted = disk_use(tmp_path), bench.status()["disk"]["segment_bytes"]
+    before, counted = disk_use(tmp_path), bench.status()["storage"]["segment_bytes"]
     assert before > ITEMS * SIZE
     bench.look_again()
     assert disk_use(tmp_path) < before - (ITEMS - 3) * SIZE
-    assert bench.status()["disk"]["segment_bytes"] <= counted - (ITEMS - 1) * SIZE
+    assert bench.status()["storage"]["segment_bytes"] <= counted - (ITEMS - 1) * SIZE
     assert main(["segments", "verify", str(tmp_path)]) == 0
     bench.check()
     # The pinning item is whole, and its file goes with it.
@@ -75,7 +75,7 @@ def test_dead_neighbours_of_a_live_item_give_their_bytes_back(tmp_path: Path) ->
         bench.tick(0.3)
         bench.settle()
     assert not list((tmp_path / "segments").rglob("*.seg"))
-    assert bench.status()["disk"]["segment_bytes"] == 0
+    assert bench.status()["storage"]["segment_bytes"] == 0
     assert bench.status()["completed_items"] == ITEMS
 
 

@@ -14,11 +14,12 @@ import secrets
 import socket as sockets
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import zmq
@@ -30,13 +31,8 @@ from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
 from zfabric.errors import ConfigError, NoSpace
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
-from zfabric.protocol import (
-    FRAME_SLACK_BYTES,
-    TOPIC_EVENT,
-    TOPIC_LANES,
-    TOPIC_SNAPSHOT,
-    Type,
-)
+from zfabric.protocol import FRAME_SLACK_BYTES, Type
+from zfabric.publishing import Publishing
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
 from zfabric.store import Store
@@ -58,8 +54,12 @@ FAREWELL_S = 0.3
 RETRY_S = 0.02
 # Messages that may wait for one peer's full channel before it is given up as stalled.
 STALLED_MESSAGES_MAX = 1_000
-# Topics that are served, and changes of subscription read in a turn: a dashboard has three.
-TOPICS_MAX = 64
+# Changes of subscription read in a turn.
+CHANGES_MAX = 64
+# Questions of other threads answered in a turn: each costs a status.
+QUESTIONS_MAX = 4
+# Upper bounds (s) of the histogram of slices: 100 ms is the limit by default.
+SLICE_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 # A turn later than this was the machine's fault or a stop signal; deadlines of others move.
 LATE_S = 0.5
 
@@ -108,11 +108,14 @@ class Broker:
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._stats: zmq.Socket[bytes] | None = None
-        self._topics: set[bytes] = set()
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
         self._drain_asked = threading.Event()
         self._stop_asked = threading.Event()
-        self._next_snapshot_s = 0.0
+        self.publishing = Publishing(self.dispatcher, config.hz)
+        self._questions: deque[Future[dict[str, Any]]] = deque()
+        self._slices = [0] * (len(SLICE_BOUNDS_S) + 1)
+        # Called with each event in turn; must not block.
+        self.on_event: Callable[[dict[str, Any]], None] | None = None
         self._slice_s = config.slice_ms / 1000
         self._more_offers = False
         self._turn_started_s: float | None = None
@@ -220,7 +223,11 @@ class Broker:
     def _serve(self, poller: zmq.Poller, until: Callable[[], bool]) -> None:
         while not (self._stop_asked.is_set() or until()):
             self._waited_s = self._wait_s(time.monotonic())
-            poller.poll(math.ceil(self._waited_s * 1000))
+            ready = dict(poller.poll(math.ceil(self._waited_s * 1000)))
+            if self._wake_r.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake_r.recv(64):
+                        pass
             self.turn()
 
     # -- one turn -----------------------------------------------------------------------------
@@ -233,8 +240,8 @@ class Broker:
             until.append(RETRY_S)
         if self.dispatcher.wake_at is not None:
             until.append(self.dispatcher.wake_at - now)
-        if self._topics:
-            until.append(self._next_snapshot_s - now)
+        if self.publishing.next_s is not None:
+            until.append(self.publishing.next_s - now)
         return max(0.0, min(until))
 
     def turn(self) -> None:
@@ -265,7 +272,7 @@ class Broker:
             self._sync = self._syncer.submit(self._backing.sync)
             self._sync.add_done_callback(self._wake)
 
-    def _wake(self, done: Future[None]) -> None:
+    def _wake(self, done: Future[None] | None = None) -> None:
         with contextlib.suppress(OSError):
             self._wake_w.send(b"\0")
 
@@ -273,9 +280,6 @@ class Broker:
         """Keep what a finished sync allows. Raises StorageError where it failed: never retried."""
         if self._sync is None or not self._sync.done():
             return
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_r.recv(64):
-                pass
         self._sync.result()
         self._sync = None
         gauges = self.dispatcher.gauges
@@ -354,7 +358,7 @@ class Broker:
     def _hand_out(self) -> None:
         """Send offers until there are none or the slice is over; commit each that was taken."""
         started_s = now = time.monotonic()
-        self._more_offers = False
+        self._more_offers = handed_out = False
         while (offer := self.dispatcher.next_offer(now)) is not None:
             peer = offer.worker.peer
             if peer is None:
@@ -370,6 +374,7 @@ class Broker:
                 self.dispatcher.unreachable(*peer.address, str(error.strerror).lower(), now)
             else:
                 self.dispatcher.commit(offer, now)
+                handed_out = True
             now = time.monotonic()
             if now - started_s > self._slice_s:
                 self._more_offers = True
@@ -378,48 +383,43 @@ class Broker:
         gauges = self.dispatcher.gauges
         slice_s = now - started_s
         gauges["dispatch_slice_max_s"] = max(gauges.get("dispatch_slice_max_s", 0.0), slice_s)
+        if handed_out:
+            self._slices[bisect_left(SLICE_BOUNDS_S, slice_s)] += 1
+            gauges["dispatch_slices_s"] = gauges.get("dispatch_slices_s", 0.0) + slice_s
+            gauges["dispatch_slice_buckets"] = list(
+                zip((*SLICE_BOUNDS_S, None), self._slices, strict=True)
+            )
 
     # -- statistics ---------------------------------------------------------------------------
 
+    def ask(self, timeout_s: float) -> dict[str, Any]:
+        """What a snapshot says, from any other thread. Raises TimeoutError."""
+        answer: Future[dict[str, Any]] = Future()
+        self._questions.append(answer)
+        self._wake()
+        try:
+            return answer.result(timeout_s)
+        finally:
+            answer.cancel()
+
     def _serve_stats(self, now: float) -> None:
-        stats, fabric = self._stats, self.dispatcher.fabric
+        for _ in range(min(len(self._questions), QUESTIONS_MAX)):
+            answer = self._questions.popleft()
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(self.publishing.view(now))
+        if self.on_event is not None:
+            for event in self.dispatcher.fabric.fresh_events:
+                self.on_event(event)
+        stats = self._stats
         if stats is None:
             return
-        for _ in range(TOPICS_MAX):
+        for _ in range(CHANGES_MAX):
             try:
-                change = stats.recv(zmq.NOBLOCK)
+                self.publishing.changed(stats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            if change[:1] == b"\x01" and len(self._topics) < TOPICS_MAX:
-                self._topics.add(change[1:])
-            elif change[:1] == b"\x00":
-                self._topics.discard(change[1:])
-        if not self._topics:
-            fabric.fresh_events.clear()
-            return
-        while fabric.fresh_events:
-            self._publish(stats, TOPIC_EVENT, fabric.fresh_events.popleft())
-        if now < self._next_snapshot_s:
-            return
-        self._next_snapshot_s = now + 1 / self.config.hz
-        if any(TOPIC_SNAPSHOT.startswith(topic) for topic in self._topics):
-            view = {**self.dispatcher.meta(now), **snapshot.status(fabric, now)}
-            view["shapes"] = snapshot.shapes(fabric, now)
-            self._publish(stats, TOPIC_SNAPSHOT, view)
-        for topic in self._topics:
-            if topic.startswith(TOPIC_LANES):
-                self._publish_lanes(stats, topic, now)
-
-    def _publish_lanes(self, stats: zmq.Socket[bytes], topic: bytes, now: float) -> None:
-        """Lanes of one subscribed shape: the topic is `lanes:` and its 16 hex digits."""
-        try:
-            signature = int(topic[len(TOPIC_LANES) :], 16)
-        except ValueError:
-            return
-        for model in self.dispatcher.fabric.models.values():
-            group = model.groups.get(signature)
-            if group is not None:
-                self._publish(stats, topic, snapshot.lanes(self.dispatcher.fabric, group, now))
+        for topic, value in self.publishing.messages(now):
+            self._publish(stats, topic, value)
 
     @staticmethod
     def _publish(stats: zmq.Socket[bytes], topic: bytes, value: object) -> None:

@@ -139,6 +139,16 @@ class BrokerConfig:
     )
     payload_bytes_max: int = count_row(64 * MIB, "largest payload of an item", "bytes", 1 * GIB)
     message_items_max: int = count_row(65_536, "items in one message", high=BATCH_ITEMS_MAX)
+    metrics_port: int | None = port_row(
+        None, "port of Prometheus metrics at the bound address; none when not set"
+    )
+    log: str = key_row(
+        "text", "events on standard error, as lines of", choices=("text", "json", "off")
+    )
+    record: str | None = key_row(
+        None, "file to record into, for `zfabric top --replay`", metavar="FILE"
+    )
+    record_mib: int = count_row(512, "bytes of a recording, the oldest go first", "MiB", 1 << 20)
     hz: float = key_row(4.0, "snapshots a second", unit="Hz", low=0.1, high=60)
     heartbeat_s: float = key_row(1.0, "time between heartbeats", unit="s", low=0.05, high=60)
     drain_s: float = key_row(

@@ -42,7 +42,7 @@ class Delivery:
         worker = self._fabric.workers.get(peer.name)
         same_process = worker is not None and worker.instance == peer.instance
         if worker is not None and worker.peer is not None:
-            self.lost(worker, "connected again", now)
+            self.lost(worker, "connected again", now, "connected_again")
         if worker is None or worker.model != model.name or not same_process:
             worker = self._register(peer, model, contract, fields, worker)
         worker.contract, worker.window = contract, fields.get("window", 2)
@@ -233,8 +233,11 @@ class Delivery:
 
     # -- going --------------------------------------------------------------------------------
 
-    def lost(self, worker: Worker, reason: str, now: float) -> None:
-        """The connection is gone: free what is not started, let the rest wait for its lease."""
+    def lost(self, worker: Worker, reason: str, now: float, kind: str) -> None:
+        """The connection is gone: free what is not started, let the rest wait for its lease.
+
+        `reason` is for people; `kind` is one of few words, for the counter.
+        """
         if worker.peer is None:
             return
         worker.peer = None
@@ -243,6 +246,7 @@ class Delivery:
         worker.last_disconnect, worker.last_disconnect_s = reason, now
         self._unlist(worker)
         self._fabric.count("worker_disconnects")
+        self._fabric.count(f"worker_disconnects_{kind}")
         self._fabric.event("worker_lost", f"{worker.name}: {reason}", now, worker=worker.name)
         for parting in part(list(worker.held.values())):
             self._free(worker, parting.batch, parting.free, now, parting.batch.solo)

@@ -36,6 +36,7 @@ from zfabric.protocol import (
 )
 from zfabric.segments import Window
 from zfabric.store import Store
+from zfabric.watching import Watch
 
 PRODUCERS, WORKERS = "producers", "workers"
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
@@ -84,6 +85,7 @@ class Dispatcher:
         self._intake = Intake(self.fabric, self._send)
         self._delivery = Delivery(self.fabric, self._send, boot_id)
         self._offers = Offers(self.fabric)
+        self._watch = Watch(self.fabric)
         self._operations = operate.Operations(
             self.fabric, self.meta, self.drain, self._cancel, self._forget
         )
@@ -100,9 +102,8 @@ class Dispatcher:
         # the time of the latest tick, for chores that run across ticks
         self._now = 0.0
         self.draining_since: float | None = None
-        # what the broker measured of its own loop, for status
-        self.gauges: dict[str, float] = {}
-        # what the broker found in its directory, for status
+        # for status: what the broker measured of its own loop, and found in its directory
+        self.gauges: dict[str, Any] = {}
         self.recovery: dict[str, Any] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
             Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
@@ -272,16 +273,16 @@ class Dispatcher:
         """A send to this connection failed: whatever the error, it is a disconnect."""
         peer = self.peers.get((endpoint, routing_id))
         if peer is not None:
-            self._gone(peer, reason, now)
+            self._gone(peer, reason, now, "unreachable")
 
-    def _gone(self, peer: Peer, reason: str, now: float) -> None:
+    def _gone(self, peer: Peer, reason: str, now: float, kind: str = "left") -> None:
         self.peers.pop(peer.address, None)
         peer.state = GONE
         holder = self._holder(peer.role, peer.name)
         if holder is not peer:
             return
         if peer.role == "worker":
-            self._delivery.lost(self._worker(peer), reason, now)
+            self._delivery.lost(self._worker(peer), reason, now, kind)
         elif peer.role == "producer":
             self._intake.lost(self._producer(peer), reason, now)
 
@@ -301,6 +302,7 @@ class Dispatcher:
         if now >= self._next_upkeep_s:
             self._next_upkeep_s = now + UPKEEP_S
             self._maintain(now)
+        self._watch.look(now)
         if drained and now >= self._next_judgement_s:
             self._next_judgement_s = now + UPKEEP_S
             self._judge(now)
@@ -313,7 +315,7 @@ class Dispatcher:
         for peer in [p for p in self.peers.values() if now - p.heard_s > worker_s]:
             silent_s = now - peer.heard_s
             if peer.role == "worker" or silent_s > other_s:
-                self._gone(peer, f"silent for {silent_s:.1f} s", now)
+                self._gone(peer, f"silent for {silent_s:.1f} s", now, "silent")
         self._delivery.judge(now)
 
     def shift(self, late_s: float) -> None:

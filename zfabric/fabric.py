@@ -18,6 +18,7 @@ from typing import Any
 
 from zfabric.config import BrokerConfig
 from zfabric.deadletters import DeadLetters, DeadRecord
+from zfabric.diagnosis import Diagnosis
 from zfabric.draining import Draining, DrainLimits
 from zfabric.errors import InvariantError, PeerError
 from zfabric.groups import Group, Model
@@ -27,6 +28,7 @@ from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
+from zfabric.recent import Recent
 from zfabric.segments import Append
 from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, LaneQueue, Store, Take
@@ -62,6 +64,9 @@ class Fabric:
         # producers whose numbers or results have changed since the last window
         self.touched: set[int] = set()
         self.counters: dict[str, int] = {}
+        self.event_counts: dict[str, int] = {}
+        self.diagnosis = Diagnosis()
+        self.recent = Recent()
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
         self.fresh_events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
         self._next_event = 1
@@ -87,6 +92,7 @@ class Fabric:
             **fields,
         }
         self._next_event += 1
+        self.event_counts[kind] = self.event_counts.get(kind, 0) + 1
         self.events.append(entry)
         self.fresh_events.append(entry)
 
@@ -215,6 +221,7 @@ class Fabric:
             self._accept_in_lanes(
                 group, group.lanes, producer, numbers, lengths, payloads, now, gaps
             )
+        self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
         group.accepted_items += items
@@ -264,6 +271,7 @@ class Fabric:
                 group.shape, signature, group.id, lane, mixed=self._is_fifo
             )
             group.queues[lane] = queue
+            group.lane_padding.opened(lane)
         return queue
 
     def readied(self, group: Group, lane: int, items: int, tokens: int, now: float) -> None:

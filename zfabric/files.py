@@ -240,12 +240,11 @@ class FileBacking:
     def usage(self) -> dict[str, Any] | None:
         """See Backing."""
         return {
+            "disk_bytes": self.disk_bytes(),
+            "disk_bytes_limit": self.room.max_disk_bytes,
+            "disk_min_free_bytes": self.room.min_free_bytes,
             "segment_files": self.segment_files,
             "segment_bytes": self.segment_bytes,
-            "bytes": self.disk_bytes(),
-            "limit_bytes": self.room.max_disk_bytes,
-            "min_free_bytes": self.room.min_free_bytes,
-            "full": self.room.reason,
         }
 
     def upkeep(self, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
 from zfabric.lanes import TAG_FLOOR, TAG_FORCED, TAG_THRESHOLD
@@ -100,6 +100,18 @@ class Parts(NamedTuple):
     floor: int = 0
     # No lanes took part (policies fifo and shape): the order in which items came.
     arrival: int = 0
+
+
+class Padded(Protocol):
+    """Whatever was padded: a ledger, or a shape."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that the batches had, padding included."""
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Those of them that were padding."""
 
 
 class Waste:
@@ -230,7 +242,7 @@ def _split(
     return grown
 
 
-def verdict(waste: Waste, pressure: float, shapes: Sequence[Waste] = ()) -> str:
+def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str:
     """One phrase that names what to look at; `shapes` are the rows that `waste` is the total of.
 
     healthy, one noisy shape, capacity (forced leads), tolerance (threshold leads, pressure high),
@@ -259,7 +271,7 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Waste] = ()) -> str:
     return lead
 
 
-def _explains_all(shape: Waste, total: Waste) -> bool:
+def _explains_all(shape: Padded, total: Waste) -> bool:
     """Whether a minor shape wastes so much that all the others together are healthy."""
     rest_padded = total.padded_tokens - shape.padded_tokens
     rest_wasted = total.wasted_tokens - shape.wasted_tokens

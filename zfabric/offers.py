@@ -196,6 +196,10 @@ class Offers:
         fill = batch_fill(len(batch.refs), tokens, worker.contract)
         batch.padded_tokens = _count_padding(self._fabric, offer, fill)
         group.sweep_below = offer.sweep_below
+        for take in offer.takes:
+            taken = sum(take.lengths)
+            put = taken if padded_to is None else padded_to * len(take.lengths)
+            group.lane_padding.add(take.queue.lane, taken, put)
         worker.sent += 1
         worker.batches += 1
         worker.held[batch.id] = batch

@@ -45,7 +45,9 @@ class Operations:
             "shapes": self._shapes,
             "lanes": self._lanes,
             "workers": self._workers,
+            "workers.forget": self._workers_forget,
             "events": self._events,
+            "lengths": self._lengths,
             "drain": self._do_drain,
             "pause": lambda args, now: self._pause(args, now, True),
             "resume": lambda args, now: self._pause(args, now, False),
@@ -96,6 +98,26 @@ class Operations:
 
     def _workers(self, args: dict[str, Any], now: float) -> Any:
         return [snapshot.worker(self._fabric, w, now) for w in self._fabric.workers.values()]
+
+    def _workers_forget(self, args: dict[str, Any], now: float) -> Any:
+        worker = self._fabric.workers.get(_word(args, "name"))
+        if worker is None:
+            name = args["name"]
+            raise PeerError("not_found", f"no worker {name!r}; `zfabric workers` lists them")
+        if worker.peer is not None:
+            raise PeerError("in_use", f"{worker.name} is connected; end it first, with SIGTERM")
+        if worker.held:
+            raise PeerError(
+                "in_use",
+                f"{worker.name} is gone with {_counted(len(worker.held), 'started batch')}; they "
+                f"are retried when its lease ends ({self._fabric.config.lease_s:g} s)",
+            )
+        del self._fabric.workers[worker.name]
+        self._fabric.event("worker_forgotten", worker.name, now, worker=worker.name)
+        return {"name": worker.name}
+
+    def _lengths(self, args: dict[str, Any], now: float) -> Any:
+        return snapshot.lengths(self._fabric, 0, now)
 
     def _events(self, args: dict[str, Any], now: float) -> Any:
         since = _count(args, "since", 0)
@@ -206,7 +228,8 @@ def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -
 
 
 def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def _count(args: dict[str, Any], name: str, default: int) -> int:

@@ -52,6 +52,7 @@ NUMBER_MAX = BROKER_NUMBERS_FROM - 1
 # Topics of the statistics endpoint: the whole fabric, what happened, one shape's lanes (the topic
 # ends with its signature, 16 hex digits). Values are msgpack.
 TOPIC_SNAPSHOT, TOPIC_EVENT, TOPIC_LANES = b"snapshot", b"event", b"lanes:"
+TOPIC_LENGTHS = b"lengths"
 
 
 class Type(enum.IntEnum):

@@ -8,19 +8,25 @@ null means "not known" or "not measured", never zero. Nothing here may change th
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import zfabric
 from zfabric.fabric import Fabric
 from zfabric.groups import Group
+from zfabric.lanes import THRESHOLD_BASE, THRESHOLD_SPAN
 from zfabric.ledger import verdict
 from zfabric.peers import Producer, Worker
+from zfabric.protocol import packed
 
 if TYPE_CHECKING:
     from zfabric.recovery import Recovered
 
 # Rows of shapes and jobs in a snapshot; a dashboard shows the top of a list, not all of it.
 TOP_ROWS_MAX = 50
+# Shapes whose lanes a recording keeps at once; a broker serves a model or two.
+CURRENT_SHAPES_MAX = 4
 
 
 def status(fabric: Fabric, now: float) -> dict[str, Any]:
@@ -30,7 +36,7 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
     pending = (fabric.pending.items, fabric.pending.tokens)
     balance = fabric.flow.balance(ready, pending)
     flow = fabric.flow
-    oldest = [g.oldest_s for g in fabric.groups.values() if g.ready_items and g.oldest_s]
+    sums = _sum(fabric)
     return {
         "accepted_items": flow.accepted_items,
         "accepted_tokens": flow.accepted_tokens,
@@ -49,8 +55,8 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "failed_items": flow.failed_items,
         "cancelled_items": flow.cancelled_items,
         "refused_items": fabric.counters.get("refused_items", 0),
-        **_padding(fabric),
-        "shapes_active": sum(1 for g in fabric.groups.values() if g.outstanding),
+        **_padding(fabric, sums),
+        "shapes_active": sums.shapes_active,
         "shape_switches_total": sum(m.draining.switches_total for m in fabric.models.values()),
         "forced_switches_total": sum(
             m.draining.forced_switches_total for m in fabric.models.values()
@@ -58,16 +64,17 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "dispatch_yields_total": fabric.counters.get("dispatch_yields", 0),
         "redeliveries_total": flow.redeliveries,
         "duplicates_total": flow.duplicates,
-        "oldest_item_age_s": max(0.0, now - min(oldest)) if oldest else None,
+        "oldest_item_age_s": _age(min(sums.oldest_s.values(), default=None), now),
         "held_bytes": fabric.held_bytes(),
         "held_bytes_limit": fabric.config.max_bytes,
-        "disk": fabric.store.backing.usage(),
+        "storage": storage(fabric, now),
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
         "dead_records": len(fabric.dead),
-        "models": [_model(fabric, name) for name in fabric.models],
+        "models": [_model(fabric, name, sums, now) for name in fabric.models],
         "workers": [worker(fabric, w, now) for w in fabric.workers.values()],
         "jobs": [job(p, now) for p in _recent(fabric)],
         "counters": dict(sorted(fabric.counters.items())),
+        "events_total": dict(sorted(fabric.event_counts.items())),
         "config": {
             "policy": fabric.config.policy,
             "packing": fabric.config.packing,
@@ -100,47 +107,131 @@ def recovery(found: Recovered) -> dict[str, Any]:
     }
 
 
-def _padding(fabric: Fabric) -> dict[str, Any]:
-    waste, lanes = fabric.waste, _lanes_total(fabric)
+@dataclass(slots=True)
+class _Sums:
+    """What one pass over all shapes finds: there may be thousands, so it is made once."""
+
+    shapes_active: int = 0
+    lanes_active: int = 0
+    # of the shapes that have lanes in use
+    pressures: float = 0.0
+    shapes_laned: int = 0
+    opened: int = 0
+    reused: int = 0
+    forced: int = 0
+    # when the oldest ready item of each model was enqueued
+    oldest_s: dict[str, float] = field(default_factory=dict)
+    # the shape that lost most to padding
+    noisiest: Group | None = None
+
+
+def _sum(fabric: Fabric) -> _Sums:
+    sums, limit = _Sums(), fabric.config.lanes
+    wasted = 0
+    for group in fabric.groups.values():
+        if group.outstanding:
+            sums.shapes_active += 1
+        if group.wasted_tokens > wasted:
+            sums.noisiest, wasted = group, group.wasted_tokens
+        if group.ready_items and group.oldest_s:
+            name = group.model.name
+            sums.oldest_s[name] = min(group.oldest_s, sums.oldest_s.get(name, group.oldest_s))
+        lanes = group.lanes
+        if lanes is None:
+            continue
+        sums.opened += lanes.opened_total
+        sums.reused += lanes.reused_total
+        sums.forced += lanes.forced_total
+        if active := lanes.lanes_active:
+            sums.lanes_active += active
+            sums.pressures += min(1.0, active / limit)
+            sums.shapes_laned += 1
+    return sums
+
+
+def diagnose(fabric: Fabric) -> str:
+    """The verdict on the padding, now."""
+    return _verdict(fabric, _sum(fabric))
+
+
+def _verdict(fabric: Fabric, sums: _Sums) -> str:
+    noisy = [] if sums.noisiest is None else [sums.noisiest]
+    return verdict(fabric.waste, _mean(sums), noisy)
+
+
+def _mean(sums: _Sums) -> float:
+    return sums.pressures / sums.shapes_laned if sums.shapes_laned else 0.0
+
+
+def _age(since_s: float | None, now: float) -> float | None:
+    return None if since_s is None else max(0.0, now - since_s)
+
+
+def storage(fabric: Fabric, now: float) -> dict[str, Any]:
+    """What the store uses and may use, and why it takes nothing, where it does not.
+
+    What is of a disk is null for a store in memory.
+    """
+    return {
+        "disk_bytes": None,
+        "disk_bytes_limit": None,
+        "disk_min_free_bytes": None,
+        "segment_files": None,
+        "segment_bytes": None,
+        **(fabric.store.backing.usage() or {}),
+        "full": fabric.diagnosis.no_space,
+        "full_for_s": _age(fabric.diagnosis.no_space_s, now),
+    }
+
+
+def _padding(fabric: Fabric, sums: _Sums) -> dict[str, Any]:
+    waste = fabric.waste
+    said = _verdict(fabric, sums)
+    since_s = fabric.diagnosis.since(said)
     return {
         "real_tokens": waste.real_tokens,
         "padded_tokens": waste.padded_tokens,
         "waste_ratio": waste.waste_ratio,
         "waste_tokens": waste.parts._asdict(),
-        "waste_verdict": verdict(waste, lanes["lane_pressure_ratio"]),
+        "waste_verdict": said,
+        "waste_verdict_since": None if since_s is None else since_s + fabric.wall_offset_s,
+        "noisiest_shape": _noisiest(sums.noisiest),
         "batches": waste.batches,
         "batch_fill_ratio": waste.batch_fill_ratio,
         "cost_ratio": waste.cost_ratio,
-        **lanes,
+        **_lanes_total(fabric, sums),
     }
 
 
-def _lanes_total(fabric: Fabric) -> dict[str, Any]:
-    totals = dict(fabric.retired_lanes)
-    active = 0
-    pressures, thresholds = [], []
-    for group in fabric.groups.values():
-        if group.lanes is None:
-            continue
-        active += group.lanes.lanes_active
-        totals["opened"] += group.lanes.opened_total
-        totals["reused"] += group.lanes.reused_total
-        totals["forced"] += group.lanes.forced_total
-        if group.lanes.lanes_active:
-            pressures.append(group.lanes.pressure)
-            thresholds.append(group.lanes.threshold)
+def _noisiest(group: Group | None) -> dict[str, Any] | None:
+    """The shape that lost most to padding."""
+    if group is None:
+        return None
     return {
-        "lanes_active": active,
-        "lanes_limit": fabric.config.lanes,
-        "lane_pressure_ratio": sum(pressures) / len(pressures) if pressures else 0.0,
-        "waste_threshold_ratio": sum(thresholds) / len(thresholds) if thresholds else None,
-        "lanes_opened_total": totals["opened"],
-        "lanes_reused_total": totals["reused"],
-        "lanes_forced_total": totals["forced"],
+        "model": group.model.name,
+        "signature": f"{group.signature:016x}",
+        "padded_tokens": group.padded_tokens,
+        "wasted_tokens": group.wasted_tokens,
     }
 
 
-def _model(fabric: Fabric, name: str) -> dict[str, Any]:
+def _lanes_total(fabric: Fabric, sums: _Sums) -> dict[str, Any]:
+    gone, pressure = fabric.retired_lanes, _mean(sums)
+    return {
+        "lanes_active": sums.lanes_active,
+        "lanes_limit": fabric.config.lanes,
+        "lane_pressure_ratio": pressure,
+        # The threshold is linear in the pressure, so the mean of one is that of the other.
+        "waste_threshold_ratio": (
+            THRESHOLD_BASE + THRESHOLD_SPAN * pressure if sums.shapes_laned else None
+        ),
+        "lanes_opened_total": gone["opened"] + sums.opened,
+        "lanes_reused_total": gone["reused"] + sums.reused,
+        "lanes_forced_total": gone["forced"] + sums.forced,
+    }
+
+
+def _model(fabric: Fabric, name: str, sums: _Sums, now: float) -> dict[str, Any]:
     model = fabric.models[name]
     current = model.draining.current
     group = fabric.groups.get(current) if current is not None else None
@@ -153,6 +244,7 @@ def _model(fabric: Fabric, name: str) -> dict[str, Any]:
         "ready_items": model.draining.ready_items,
         "ready_tokens": model.draining.ready_tokens,
         "pending_items": model.pending_items,
+        "oldest_item_age_s": _age(sums.oldest_s.get(name), now),
         "current_signature": f"{group.signature:016x}" if group is not None else None,
         "shape_switches": model.draining.switches_total,
         "input_tokens_max": model.input_tokens_max,
@@ -253,6 +345,7 @@ def shape(group: Group, now: float) -> dict[str, Any]:
         "accepted_tokens": group.accepted_tokens,
         "completed_items": group.completed_items,
         "batches": group.batches,
+        "padded_tokens": padded,
         "waste_ratio": (padded - group.real_tokens) / padded if padded else 0.0,
         "lanes_active": group.lanes.lanes_active if group.lanes is not None else None,
         "lane_pressure_ratio": group.lanes.pressure if group.lanes is not None else None,
@@ -278,20 +371,59 @@ def shapes(fabric: Fabric, now: float, top: int = TOP_ROWS_MAX) -> list[dict[str
 
 
 def lanes(fabric: Fabric, group: Group, now: float) -> dict[str, Any]:
-    """Every lane of one shape, as columns in order of lane id."""
-    rows = group.lanes.rows() if group.lanes is not None else []
-    queues = [group.queues.get(row.id) for row in rows]
-    oldest = [fabric.store.oldest_s(q) if q is not None and q.ready_items else None for q in queues]
-    return {
+    """Every lane of one shape, as columns in order of lane id.
+
+    `real_tokens` and `padded_tokens` are of the batches handed out of the lane since it opened.
+    """
+    view: dict[str, Any] = {
         "model": group.model.name,
         "signature": f"{group.signature:016x}",
+        "time": now + fabric.wall_offset_s,
         "lanes_limit": fabric.config.lanes,
         "threshold_ratio": group.lanes.threshold if group.lanes is not None else None,
-        "id": [row.id for row in rows],
-        "target_tokens": [row.target for row in rows],
-        "outstanding_items": [row.outstanding for row in rows],
-        "quiescing": [row.quiescing for row in rows],
+    }
+    rows = group.lanes.rows() if group.lanes is not None else []
+    ids = [row[0] for row in rows]
+    queues = list(map(group.queues.get, ids))
+    oldest_s = fabric.store.oldest_s
+    ages = [
+        max(0.0, now - t)
+        if q is not None and q.ready_items and (t := oldest_s(q)) is not None
+        else None
+        for q in queues
+    ]
+    padding = group.lane_padding
+    return {
+        **view,
+        "id": ids,
+        "target_tokens": [row[1] for row in rows],
+        "outstanding_items": [row[2] for row in rows],
+        "quiescing": [row[3] for row in rows],
         "ready_items": [q.ready_items if q is not None else 0 for q in queues],
         "ready_tokens": [q.ready_tokens if q is not None else 0 for q in queues],
-        "oldest_age_s": [None if t is None else max(0.0, now - t) for t in oldest],
+        "oldest_age_s": ages,
+        "real_tokens": [padding.real_tokens(lane) for lane in ids],
+        "padded_tokens": [padding.padded_tokens(lane) for lane in ids],
+    }
+
+
+def current_lanes(fabric: Fabric, now: float) -> list[dict[str, Any]]:
+    """The lanes of each model's current shape, of the first few models."""
+    current: Iterable[int | None] = (m.draining.current for m in fabric.models.values())
+    groups = [fabric.groups[number] for number in current if number is not None]
+    return [lanes(fabric, group, now) for group in groups[:CURRENT_SHAPES_MAX]]
+
+
+def lengths(fabric: Fabric, taken: int, now: float) -> dict[str, Any]:
+    """Lengths of what was accepted since `taken` (see `recent`), with what to pack them to.
+
+    A row is (model, signature, age in seconds, lengths in tokens as little-endian u32).
+    """
+    return {
+        "taken": fabric.recent.taken,
+        "time": now + fabric.wall_offset_s,
+        "runs": [
+            [run.model, f"{run.signature:016x}", now - run.at_s, packed("I", run.lengths)]
+            for run in fabric.recent.since(taken)
+        ],
     }

@@ -22,6 +22,7 @@ from zfabric.cli import (
     config,
     demo,
     doctor,
+    explain,
     look,
     operate,
     segments,
@@ -42,7 +43,10 @@ from zfabric.errors import (
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3, 4, 5
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
-GROUPS = (demo, broker, worker, batch, top, look, operate, segments, bench, config, doctor, setup)
+GROUPS = (
+    demo, broker, worker, batch, top, look, explain, operate, segments, bench, config, doctor,
+    setup,
+)  # fmt: skip
 
 DESCRIPTION = """\
 A brokered work fabric for GPU inference: one broker decides which batch every item belongs in,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zfabric.cli import bench_policies, common
+from zfabric.cli import bench_policies, bench_top, common
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
@@ -31,6 +31,7 @@ def add(commands: common.Commands) -> None:
         "zfabric bench recovery --items 1000000",
     )
     within = group.add_subparsers(metavar="BENCHMARK")
+    bench_top.add(within)
     for name, run, summary in (
         ("recovery", _recovery, "start on a directory of queued items"),
         ("memory", _memory, "memory for each queued item"),

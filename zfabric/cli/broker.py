@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -13,13 +16,21 @@ from zfabric.cli import common
 from zfabric.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zfabric.broker import Broker, Endpoints
+    from zfabric.config import BrokerConfig
     from zfabric.recovery import Recovered
+    from zfabric_tui.recorder import Headless
+
+# A scrape that the loop does not answer for so long is answered with nothing.
+SCRAPE_S = 5.0
 
 TEXT = """
 Start a broker. It prints its addresses when it is ready and runs until it is told to end:
 SIGTERM, Ctrl-C and `zfabric drain` let the workers finish what they hold (--drain); a second
 signal ends it at once. With --data DIR everything accepted is kept in segment files there, and a
-broker that is killed goes on where it was; without it everything is kept in memory.
+broker that is killed goes on where it was; without it everything is kept in memory. Events are
+logged to standard error (--log); --metrics-port serves Prometheus metrics; --record keeps what
+happens in a file for `zfabric top --replay`.
 """
 
 
@@ -46,6 +57,56 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--rebuild-catalog needs --data DIR")
     broker = Broker(settings, rebuild_catalog=args.rebuild_catalog)
     endpoints = broker.bind()
+    with _watched(broker, endpoints.stats, settings) as metrics:
+        return _serve(broker, endpoints, settings, metrics, json=args.json)
+
+
+@contextmanager
+def _watched(broker: Broker, stats: str, settings: BrokerConfig) -> Iterator[str | None]:
+    """What looks on from threads of its own while the broker serves: log, metrics, recording.
+
+    Gives the address of the metrics, if there are any.
+    """
+    with ExitStack() as stack:
+        address = None
+        if settings.log != "off":
+            from zfabric.logs import EventLog
+
+            log = EventLog(settings.log)
+            stack.callback(log.close)
+            broker.on_event = log.write
+        if settings.metrics_port is not None:
+            from zfabric import metrics
+
+            port, end = metrics.serve(
+                settings.bind, settings.metrics_port, lambda: broker.ask(SCRAPE_S)
+            )
+            stack.callback(end)
+            host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
+            address = f"http://{host}:{port}/metrics"
+        if settings.record is not None:
+            from zfabric_tui.recorder import Headless
+
+            recorder = Headless(stats, Path(settings.record), settings.record_mib)
+            stack.callback(_end_recording, recorder)
+        yield address
+
+
+def _end_recording(recorder: Headless) -> None:
+    recorder.close()
+    if recorder.failed is not None:
+        common.say(f"zfabric: recording ended early: {recorder.failed}")
+
+
+def _serve(
+    broker: Broker,
+    endpoints: Endpoints,
+    settings: BrokerConfig,
+    metrics: str | None,
+    *,
+    json: bool,
+) -> int:
+    """Run until told to end; 130 where that was Ctrl-C."""
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -61,12 +122,13 @@ def run(args: argparse.Namespace) -> int:
         common.say(f"zfabric: {recovery_in_words(settings.data, broker.recovered)}")
     elif not settings.memory:
         common.say("zfabric: everything is kept in memory: a restart loses what is queued")
-    if args.json:
-        common.show_json({**endpoints._asdict(), "pid": os.getpid()}, indent=None)
+    served = {} if metrics is None else {"metrics": metrics}
+    if json:
+        common.show_json({**endpoints._asdict(), **served, "pid": os.getpid()}, indent=None)
     else:
         common.show(
             f"broker ready: {endpoints.producers} (workers {endpoints.workers}, statistics "
-            f"{endpoints.stats})"
+            f"{endpoints.stats}{'' if metrics is None else f', metrics {metrics}'})"
         )
     broker.run()
     if signal.SIGINT in signals:

@@ -234,10 +234,9 @@ def _status(address: str) -> dict[str, Any]:
 
 
 def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
-    disk = status["disk"]
-    kept = status["durability"]
-    if disk is not None:
-        kept += f", {disk['segment_files']:,} segment files left"
+    kept, files = status["durability"], status["storage"]["segment_files"]
+    if files is not None:
+        kept += f", {files:,} segment files left"
     rows = [
         ("policy", args.policy),
         ("durability", kept),

@@ -30,6 +30,7 @@ PACKAGES = {
     "sortedcontainers": (2, 4),
     "textual": (1, 0),
     "platformdirs": (4,),
+    "prometheus-client": (0, 20),
 }
 # A broker with a thousand peers needs a descriptor for each, and some to spare.
 DESCRIPTORS_MIN = 4_096

@@ -1,23 +1,31 @@
-"""`zfabric top`: the overview of a running fabric in the terminal."""
+"""`zfabric top`: a running fabric in the terminal, or a recording of one."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfabric.addresses import format_address, parse_address
 from zfabric.cli import common
+from zfabric.cli.parser import count
 from zfabric.errors import ConfigError
 
 if TYPE_CHECKING:
     from zfabric.config import ClientConfig
 
+# Bytes of a recording unless told otherwise, as for the broker's own.
+RECORD_MIB = 512
+
 TEXT = """
-Watch a running fabric: padding, the books, the cards, the jobs. Keys: space holds the picture, ?
-explains it, q ends. With --once, print the broker's status a single time and end, for which no
-terminal is needed.
+Watch a running fabric: overview, lanes, shapes, cards, flow, events, and what the padding comes
+from. Keys: 1 to 6 and w choose a page, ? explains them, q ends. With --record keep what is seen in
+a file, with --replay watch such a file, without a broker. With --once, print the broker's status a
+single time and end, for which no terminal is needed.
 """
 
 
@@ -26,8 +34,20 @@ def add(commands: common.Commands) -> None:
     parser = common.add_command(
         commands, "top", run, "watch a running fabric", TEXT, "zfabric top --hz 2"
     )
-    parser.add_argument("--hz", type=float, default=4.0, help="pictures a second (default: 4)")
-    parser.add_argument("--once", action="store_true", help="print once and end")
+    flag = parser.add_argument
+    flag("--hz", type=float, default=4.0, help="pictures a second (default: 4)")
+    flag("--readonly", action="store_true", help="no orders: nothing can be changed from it")
+    flag("--ascii", action="store_true", help="draw with ASCII only")
+    flag("--record", type=Path, metavar="FILE", help="keep what is seen in this file")
+    flag(
+        "--record-mib",
+        type=count,
+        default=RECORD_MIB,
+        metavar="N",
+        help=f"size of that file at most, the oldest goes first (default: {RECORD_MIB})",
+    )
+    flag("--replay", type=Path, metavar="FILE", help="watch a recording in place of a broker")
+    flag("--once", action="store_true", help="print once and end")
     common.add_json(parser)
     common.add_broker(parser)
 
@@ -36,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Show the screen until the user leaves it."""
     from zfabric.cli import look
 
+    if args.replay is not None and (args.record is not None or args.once or args.json):
+        raise ConfigError("--replay shows a file; leave out --record, --once and --json")
     if args.once or args.json:
         return look.run_status(args)
     if not 0.1 <= args.hz <= 30:
@@ -45,8 +67,16 @@ def run(args: argparse.Namespace) -> int:
             "zfabric top draws on a terminal, and its input or output is something else; "
             "zfabric top --once prints the status a single time"
         )
-    watch(common.load(args).client, hz=args.hz)
-    return 0
+    if args.replay is not None:
+        return replay(args.replay, hz=args.hz, ascii_only=args.ascii)
+    return watch(
+        common.load(args).client,
+        hz=args.hz,
+        readonly=args.readonly,
+        ascii_only=args.ascii,
+        record=args.record,
+        record_mib=args.record_mib,
+    )
 
 
 def on_terminal() -> bool:
@@ -54,15 +84,57 @@ def on_terminal() -> bool:
     return all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
+def _ascii_wanted(wanted: bool) -> bool:
+    """Whether to do without unicode: where it was asked for, or the locale has none."""
+    return wanted or (sys.stdout.encoding or "").lower().replace("-", "") not in ("utf8", "utf16")
+
+
 def watch(
-    settings: ClientConfig, *, hz: float = 4.0, ends: Callable[[], bool] | None = None
-) -> None:
-    """Draw the fabric behind a broker until the user leaves or `ends()`. Raises ConnectError."""
+    settings: ClientConfig,
+    *,
+    hz: float = 4.0,
+    readonly: bool = False,
+    ascii_only: bool = False,
+    record: Path | None = None,
+    record_mib: int = RECORD_MIB,
+    ends: Callable[[], bool] | None = None,
+) -> int:
+    """Draw the fabric behind a broker until the user leaves or `ends()`; 0, or 1 if that failed.
+
+    Raises ConnectError.
+    """
     client = common.connect(settings)
     host, _ = parse_address(client.address)
     stats = format_address(host, client.welcome["stats_port"])
+    address = client.address
     client.close()
     from zfabric_tui.app import TopApp
+    from zfabric_tui.desk import BrokerDesk
     from zfabric_tui.feed import LiveFeed
+    from zfabric_tui.recorder import Recorder
 
-    TopApp(LiveFeed(stats), client.address, hz=hz, ends=ends).run()
+    recorder = None if record is None else Recorder(record, record_mib)
+    app = TopApp(
+        LiveFeed(stats, recording=record is not None),
+        address,
+        desk=BrokerDesk(settings.broker, settings.timeout_s),
+        readonly=readonly,
+        hz=hz,
+        ascii_only=_ascii_wanted(ascii_only),
+        recorder=recorder,
+        ends=ends,
+    )
+    app.run()
+    return app.return_code or 0
+
+
+def replay(path: Path, *, hz: float, ascii_only: bool) -> int:
+    """Draw a recording until the user leaves; see `watch`. Raises ConfigError."""
+    from zfabric_tui.app import TopApp
+    from zfabric_tui.recording import Reader
+    from zfabric_tui.replay import ReplayFeed
+
+    feed = ReplayFeed(Reader(path), time.monotonic)
+    app = TopApp(feed, os.fspath(path), hz=hz, ascii_only=_ascii_wanted(ascii_only))
+    app.run()
+    return app.return_code or 0

@@ -1,0 +1,37 @@
+"""Names of events: every one that the code uses is in the table, and nothing else is."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from zfabric.eventnames import EVENTS, INFO, WARNING, level_of
+from zfabric.protocol import CHARGING_KINDS
+
+PACKAGE = Path(__file__).parents[1] / "zfabric"
+# Passed as a variable: these are the values that it may have.
+VARIABLE = {
+    *CHARGING_KINDS, "model_paused", "model_resumed", "storage_full", "storage_available",
+}  # fmt: skip
+
+
+def names_used() -> set[str]:
+    used = set(VARIABLE)
+    for path in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if node.func.attr == "event" and isinstance(node.args[0], ast.Constant):
+                used.add(str(node.args[0].value))
+    return used
+
+
+def test_table_has_every_event_and_no_other() -> None:
+    assert names_used() == set(EVENTS)
+
+
+def test_levels_are_two_and_what_is_unknown_is_a_warning() -> None:
+    assert {known.level for known in EVENTS.values()} == {INFO, WARNING}
+    assert all(known.meaning for known in EVENTS.values())
+    assert level_of("something_new") == WARNING
+    assert level_of("worker_joined") == INFO

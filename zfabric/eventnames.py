@@ -1,0 +1,52 @@
+"""The names of events, which logs, metrics and alert rules are keyed by: stable, never reused.
+
+Decides the level of each, `info` or `warning`, and says what it means. Every warning has a counter,
+`zfabric_events_total{event="..."}`. A name that is not in the table is a warning, so that nothing
+new is overlooked; a test holds the table complete.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+INFO, WARNING = "info", "warning"
+
+
+class Known(NamedTuple):
+    """What is known of an event: its level, and what it means."""
+
+    level: str
+    meaning: str
+
+
+EVENTS = {
+    "broker_late": Known(WARNING, "the machine or a signal stopped the broker; deadlines moved"),
+    "dead_dropped": Known(INFO, "an operator forgot dead items for good"),
+    "dead_requeued": Known(INFO, "an operator sent dead items round once more"),
+    "draining": Known(INFO, "the broker ends: nothing new is taken or handed out"),
+    "engine_error": Known(WARNING, "an engine failed on a batch; what it started is charged"),
+    "engine_exit": Known(WARNING, "an engine's process ended; what it started is charged"),
+    "item_dead": Known(WARNING, "an item used up its attempts; see `zfabric dead ls`"),
+    "item_quarantined": Known(WARNING, "an item was damaged on disk and is set aside"),
+    "lease_expired": Known(WARNING, "a worker was silent with work in hand; it is retried"),
+    "model_paused": Known(INFO, "an operator stopped the batches of a model"),
+    "model_resumed": Known(INFO, "an operator let the batches of a model go on"),
+    "out_of_memory": Known(WARNING, "an engine lacked memory for a batch; its items are charged"),
+    "peer_error": Known(WARNING, "a peer sent what is not the protocol, or may not be"),
+    "producer_cancelled": Known(INFO, "an operator ended what waits of a producer"),
+    "producer_forgotten": Known(INFO, "an operator forgot a producer and its results"),
+    "producer_joined": Known(INFO, "a producer connected"),
+    "producer_lost": Known(INFO, "a producer went away; its items and results are kept"),
+    "storage_available": Known(INFO, "there is room on the disk again"),
+    "storage_full": Known(WARNING, "no room on the disk: submits wait, completions go on"),
+    "waste_verdict": Known(INFO, "what most of the padding comes from has changed"),
+    "worker_forgotten": Known(INFO, "an operator forgot a worker that is gone"),
+    "worker_joined": Known(INFO, "a worker registered, or came back"),
+    "worker_lost": Known(WARNING, "a worker's connection ended, whatever the reason"),
+}
+
+
+def level_of(name: str) -> str:
+    """`info` or `warning`."""
+    known = EVENTS.get(name)
+    return known.level if known is not None else WARNING
