@@ -289,3 +289,30 @@ def test_damaged_catalog_is_made_anew_of_what_is_whole(tmp_path: Path, seed: int
     bench.check()
     if bench.found.quarantined_files:
         assert list((tmp_path / "quarantine").glob("catalog.log.*"))
+
+
+def test_charged_items_are_retried_apart_after_a_restart(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1, attempts_max=3)
+    producer = bench.producer()
+    producer.submit([100] * 6)
+    bench.settle()
+    worker = bench.worker(batch=3)
+    bench.dispatch(1)
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "engine_exit")
+    bench.settle()
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    worker = bench.worker(batch=6, instance=2)
+    sizes = []
+    for _ in range(6):
+        bench.dispatch(1)
+        for key in list(worker.batches):
+            sizes.append(len(worker.batches[key]))
+            worker.done(key)
+        bench.settle()
+    assert sizes == [1, 1, 1, 3]
+    assert producer.results == {n: [Status.OK] for n in range(1, 7)}
+    bench.check()

@@ -28,10 +28,11 @@ from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
+from zfabric.queues import LaneQueue, Take
 from zfabric.recent import Recent
 from zfabric.segments import Append
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, LaneQueue, Store, Take
+from zfabric.store import ENTRY_BITS, Store
 
 # Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
 IDLE_SHAPES_MAX = 4_096

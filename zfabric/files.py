@@ -43,7 +43,7 @@ from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULT
 from zfabric.segments import Segment, Window
 
 if TYPE_CHECKING:
-    from zfabric.store import LaneQueue
+    from zfabric.queues import LaneQueue
 
 CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "catalog.log",

@@ -16,7 +16,7 @@ from zfabric.segments import Append, Row
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
-    from zfabric.store import LaneQueue
+    from zfabric.queues import LaneQueue
 
 
 class FileSegment:

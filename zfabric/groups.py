@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from zfabric.draining import Draining, DrainLimits, LaneDraining
 from zfabric.lanes import Lanes
+from zfabric.queues import LaneQueue
 from zfabric.shapes import Shape
-from zfabric.store import LaneQueue
 
 
 class LanePadding:

@@ -27,8 +27,9 @@ from zfabric.packing import (
 from zfabric.peers import Worker
 from zfabric.pending import Batch
 from zfabric.protocol import Type, encode, packed
+from zfabric.queues import Columns, Take
 from zfabric.shapes import Contract, Shape
-from zfabric.store import ENTRY_MASK, Columns, Take
+from zfabric.store import ENTRY_MASK
 from zfabric.sweep import candidates, goes_on_below
 
 # Shapes that a worker's ideal hit ratio can tell apart, some 100 bytes each; beyond it is unknown.

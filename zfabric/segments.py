@@ -16,7 +16,7 @@ from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
 
 if TYPE_CHECKING:
-    from zfabric.store import LaneQueue
+    from zfabric.queues import LaneQueue
 
 # A full segment is dropped whole; this many entries keep one live item from pinning much.
 MEMORY_SEGMENT_ITEMS_MAX = 16_384

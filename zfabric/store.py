@@ -16,88 +16,17 @@ or batch an item belongs in.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
 from zfabric.errors import InvariantError, NoSpace
+from zfabric.queues import Columns, Known, LaneQueue, Take
 from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
 from zfabric.shapes import Shape
 
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
-
-
-class LaneQueue:
-    """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
-
-    __slots__ = (
-        "group", "lane", "longest_known", "mixed", "ready_items", "ready_tokens", "returned",
-        "segments", "shape", "signature", "solo", "unpublished",
-    )  # fmt: skip
-
-    def __init__(self, shape: Shape, signature: int, group: int, lane: int, *, mixed: bool) -> None:
-        self.shape = shape
-        self.signature = signature
-        self.group = group
-        self.lane = lane
-        self.mixed = mixed
-        # oldest first; a list, since there is mostly one and a deque weighs ten times as much
-        self.segments: list[Segment] = []
-        self.returned: SortedList[int] | None = None
-        self.solo: set[int] | None = None
-        self.ready_items = 0
-        self.ready_tokens = 0
-        self.unpublished = False
-        # The longest ready item, or None when the last longest left and nobody has asked since.
-        self.longest_known: int | None = 0
-
-
-@dataclass(slots=True)
-class Take:
-    """What a peek saw: references and lengths in reading order, the first `returned` given back.
-
-    `solo` says that the only item of the take must have a batch to itself.
-    """
-
-    queue: LaneQueue
-    refs: list[int]
-    lengths: list[int]
-    returned: int
-    solo: bool = False
-
-    def keep(self, count: int) -> Take:
-        """The first `count` items of this take."""
-        return Take(
-            self.queue,
-            self.refs[:count],
-            self.lengths[:count],
-            min(self.returned, count),
-            self.solo,
-        )
-
-
-@dataclass(slots=True)
-class Columns:
-    """What a batch needs of its items, in batch order."""
-
-    nonces: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    tags: bytearray = field(default_factory=bytearray)
-    shapes: list[int] = field(default_factory=list)
-    payloads: list[bytes] = field(default_factory=list)
-
-
-class Known(NamedTuple):
-    """What the store knows of a live item."""
-
-    queue: LaneQueue
-    producer: int
-    number: int
-    length: int
-    payload: bytes
 
 
 class Store:
@@ -146,7 +75,13 @@ class Store:
         """A queue for a lane that has none; `mixed` where it is to hold several shapes."""
         return LaneQueue(shape, signature, group, lane, mixed=mixed)
 
-    def adopt(self, queue: LaneQueue, make: Callable[[int], Segment], payload_bytes: int) -> int:
+    def adopt(
+        self,
+        queue: LaneQueue,
+        make: Callable[[int], Segment],
+        payload_bytes: int,
+        attempts: Mapping[int, int],
+    ) -> int:
         """Take over a segment that outlived its process: `make` is given its slot.
 
         Its cursor is at its start, and everything of it that is live is ready. Returns its slot.
@@ -166,7 +101,21 @@ class Store:
         self._readied(queue, len(live), sum(live))
         if queue.longest_known is not None:
             queue.longest_known = max(queue.longest_known, max(live, default=0))
+        if attempts:
+            self._set_apart(segment, attempts)
         return segment.slot
+
+    def _set_apart(self, segment: Segment, attempts: Mapping[int, int]) -> None:
+        """All of a segment counts as given back: what has been charged goes out one to a batch."""
+        queue, base = segment.queue, segment.slot << ENTRY_BITS
+        if queue.returned is None:
+            queue.returned = SortedList()
+        queue.returned.update(base + k for k, state in enumerate(segment.states) if state == LIVE)
+        segment.cursor, segment.done_ahead = segment.boundary, 0
+        queue.solo = queue.solo or set()
+        for place, charged in attempts.items():
+            self.attempts[base + place] = charged
+            queue.solo.add(base + place)
 
     def append(self, queue: LaneQueue, items: Append, now: float) -> None:
         """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
