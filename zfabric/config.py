@@ -130,7 +130,7 @@ class BrokerConfig:
         100.0, "longest dispatch before heartbeats are served", unit="ms", low=1, high=10_000
     )
     max_items: int = count_row(4_000_000, "items the broker holds")
-    max_bytes: int = count_row(4 * GIB, "payload bytes the broker holds", "bytes")
+    max_bytes: int = count_row(4 * GIB, "payload bytes the broker holds in memory", "bytes")
     producer_items_max: int = count_row(
         1_000_000, "items of one producer accepted without an acknowledged result"
     )

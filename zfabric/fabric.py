@@ -179,18 +179,18 @@ class Fabric:
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:
-        """Payload bytes that may still be taken in.
+        """Payload bytes that may still be taken into memory; a disk has limits of its own.
 
         Results and dead records count up to half of the limit, so that one producer that reads
         nothing cannot shut out the others.
         """
         limit = self.config.max_bytes
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
-        return limit - unread - self.store.payload_bytes
+        return limit - unread - self.store.memory_bytes
 
     def held_bytes(self) -> int:
-        """Payload bytes in the broker: items, results, dead records."""
-        return self.store.payload_bytes + self.outbox_bytes + self.dead.payload_bytes
+        """Payload bytes in memory: items of a memory store, results, dead records."""
+        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -222,7 +222,6 @@ class Fabric:
         producer.outstanding += items
         producer.accepted_items += items
         producer.accepted_tokens += tokens
-        self.flow.accept(items, tokens)
 
     @property
     def _is_fifo(self) -> bool:
@@ -281,10 +280,10 @@ class Fabric:
         self.dead.next_id = next_dead
         self.retries.update(retries)
 
-    def publish(self, now: float) -> bool:
+    def publish(self, now: float, writes_max: int | None = None) -> bool:
         """Make stored items ready; returns whether there were any."""
         rows: dict[int, list[tuple[int, int, int]]] = {}
-        for queue, items, tokens in self.store.publish():
+        for queue, items, tokens in self.store.publish(writes_max):
             rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
         for number, lanes in rows.items():
             group = self.groups[number]

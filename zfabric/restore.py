@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from zfabric.deadletters import DeadRecord
 from zfabric.errors import InvariantError
 from zfabric.fabric import Fabric
-from zfabric.files import FileBacking, FileSegment
+from zfabric.files import FileBacking
+from zfabric.filesegment import FileSegment
 from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
 from zfabric.recovery import FoundProducer, FoundSegment, Lost, Recovered
 from zfabric.segment import DEAD_WORD, QUARANTINED_WORD, TOMBSTONE_WORD
-from zfabric.segments import LIVE
+from zfabric.segments import LIVE, TOMBSTONE
 from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, LaneQueue
 
@@ -118,9 +119,12 @@ def _file_segment(
     segment = FileSegment(slot, queue, backing, found.file)
     segment.lengths = found.lengths
     segment.states = found.states
-    segment.tokens = sum(found.lengths)
-    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD}
-    backing.segment_bytes += found.file.flushed - found.header.data_offset
+    segment.tokens = sum(found.lengths) + found.hole_tokens
+    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD} or None
+    segment.holes = found.holes or None
+    backing.count_file(segment)
+    if segment.states.count(TOMBSTONE):
+        backing.pins.ended(segment)
     return segment
 
 

@@ -61,6 +61,7 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "oldest_item_age_s": max(0.0, now - min(oldest)) if oldest else None,
         "held_bytes": fabric.held_bytes(),
         "held_bytes_limit": fabric.config.max_bytes,
+        "disk": fabric.store.backing.usage(),
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
         "dead_records": len(fabric.dead),
         "models": [_model(fabric, name) for name in fabric.models],

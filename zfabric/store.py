@@ -114,6 +114,8 @@ class Store:
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
         self._dirty: list[LaneQueue] = []
+        # the latest `publish` found no room, or ended before all was written
+        self.no_space = self.cut_short = False
         self.attempts: dict[int, int] = {}
         # live items, and how many are ready: counted here alone, for the ledger to compare
         self.items = 0
@@ -130,6 +132,11 @@ class Store:
     def store_id(self) -> int:
         """A random number that a new store draws: another one means that everything is gone."""
         return self.backing.store_id
+
+    @property
+    def memory_bytes(self) -> int:
+        """Payload bytes of live items that rest in memory."""
+        return self.payload_bytes if self.durability == "memory" else 0
 
     # -- adding -------------------------------------------------------------------------------
 
@@ -172,10 +179,10 @@ class Store:
                 self._new_segment(queue)
                 continue
             stop = min(count, start + room)
-            segments[-1].extend(items.part(start, stop) if stop - start < count else items, now)
+            part = items.part(start, stop) if stop - start < count else items
+            self.payload_bytes += segments[-1].extend(part, now)
             start = stop
         self.items += count
-        self.payload_bytes += sum(map(len, items.payloads))
         if not queue.unpublished:
             queue.unpublished = True
             self._dirty.append(queue)
@@ -191,20 +198,23 @@ class Store:
         queue.segments.append(segment)
         return segment
 
-    def publish(self) -> list[tuple[LaneQueue, int, int]]:
+    def publish(self, writes_max: int | None = None) -> list[tuple[LaneQueue, int, int]]:
         """Move the boundary of every queue past what is stored.
 
+        With `writes_max` it ends after about so many writes; `unwritten` says that there is more.
         Returns (queue, items, tokens) that became ready.
         """
         published = []
         dirty, self._dirty = self._dirty, []
+        writes, self.no_space, self.cut_short = 0, False, False
         for k, queue in enumerate(dirty):
             try:
                 for segment in queue.segments:
                     if len(segment.states) > segment.boundary:
-                        segment.flush()
+                        writes += segment.flush()
             except NoSpace:
                 # Nothing of this queue is visible or promised; it is tried again.
+                self.no_space = True
                 self._dirty += dirty[k:]
                 break
             items = tokens = 0
@@ -221,11 +231,15 @@ class Store:
             self._readied(queue, items, tokens)
             queue.unpublished = False
             published.append((queue, items, tokens))
+            if writes_max is not None and writes >= writes_max:
+                self._dirty += dirty[k + 1 :]
+                self.cut_short = bool(self._dirty)
+                break
         return published
 
     @property
     def unwritten(self) -> bool:
-        """Whether items are taken in that could not be stored yet, for want of space."""
+        """Whether items are taken in that are not stored yet, for want of time or space."""
         return bool(self._dirty)
 
     # -- reading ------------------------------------------------------------------------------

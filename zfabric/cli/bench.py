@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zfabric.cli import bench_policies, common
+from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
 TEXT = """
@@ -93,7 +94,8 @@ def _recovery(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def _memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from zfabric.bench import storage
 
-    return storage.memory(directory, args.items, args.size)
+    with bar(args.items) as progress:
+        return storage.memory(directory, args.items, args.size, progress)
 
 
 def _commit(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
