@@ -45,9 +45,9 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
-# Writes of a turn, some 20 us each: a lane that gets its first item needs a file, and a turn that
+# Writes of a turn, some 40 us each: a lane that gets its first item needs a file, and a turn that
 # made 32,768 of them would block the loop for seconds.
-WRITES_MAX = 4_096
+WRITES_MAX = 2_048
 # Characters of a refusal's text, well under what a REPLY may hold.
 REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.

@@ -290,6 +290,7 @@ class Fabric:
             # An arrival never finds its lane quiescing: such a lane takes no new items.
             group.order.added_rows(lanes, now)
             _, items_of, tokens_of = zip(*lanes, strict=True)
+            self.flow.accept(sum(items_of), sum(tokens_of))
             self._readied(group, sum(items_of), sum(tokens_of), now)
         return bool(rows)
 
