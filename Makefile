@@ -7,10 +7,14 @@ STAMP := $(VENV)/.installed
 ENGINE ?=
 MODEL ?=
 ARGS ?=
+# How often `make soak` kills the broker.
+KILLS ?= 200
+# How many seeds `make sim` runs.
+SEEDS ?= 10000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check soak sim clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 14
@@ -36,6 +40,13 @@ check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/test_style.py
+
+soak: $(STAMP) ## a loaded broker killed 200 times (KILLS), and a crash at every point of a run
+	SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/test_soak.py --timeout 3600
+	CRASH_POINTS=all $(BIN)/python -m pytest -q tests/test_crash_points.py --timeout 3600
+
+sim: $(STAMP) ## the whole fabric simulated, 10,000 seeds of faults (SEEDS)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 clean: ## remove what make has made, .venv too
 	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -17,9 +17,12 @@ from zfabric.store import Store
 class DiskBench(Bench):
     """As Bench, on `root`; `crash` forgets everything but the files."""
 
-    def __init__(self, root: Path, *, durability: str = "fsync", **config: Any) -> None:
+    def __init__(
+        self, root: Path, *, durability: str = "fsync", rebuild: bool = False, **config: Any
+    ) -> None:
         self.root = root
         self.durability = durability
+        self.rebuild = rebuild
         self.backing: Any = None
         self.found = Recovered()
         self._boots = itertools.count(7)
@@ -29,7 +32,9 @@ class DiskBench(Bench):
         return OsFiles(self.root)
 
     def start_broker(self, boot: int) -> None:
-        self.backing, self.found = open_backing(self.root, self.durability, self.files())
+        self.backing, self.found = open_backing(
+            self.root, self.durability, self.files(), rebuild=self.rebuild
+        )
         store = Store(self.backing)
         ports = {"worker_port": 7411, "stats_port": 7412}
         self.dispatcher = Dispatcher(self.config, store, boot, ports)

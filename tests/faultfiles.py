@@ -205,6 +205,11 @@ class FaultFiles(OsFiles):
         self._change(Op("truncate", "", self._file(path), size))
         super().truncate(path, descriptor, size)
 
+    def punch(self, path: Path, descriptor: int, offset: int, size: int) -> None:
+        self._call("punch", path)
+        self._change(Op("write", "", self._file(path), offset, bytes(size)))
+        super().punch(path, descriptor, offset, size)
+
     def rename(self, old: Path, new: Path) -> None:
         self._call("rename", old)
         self._change(Op("rename", self._name(old), to=self._name(new)))
@@ -271,14 +276,14 @@ class FaultFiles(OsFiles):
         draw = random.Random(seed * 1_000_003 + at)
         for op in self.ops[safe : at + 1]:
             if op.kind == "write":
-                for part in _torn(op, draw):
+                for part in torn(op, draw):
                     part(image)
             elif draw.random() < 0.5 and op.kind != "sync":
                 image.apply(op)
         return image
 
 
-def _torn(op: Op, draw: random.Random) -> Iterator[Callable[[Image], None]]:
+def torn(op: Op, draw: random.Random) -> Iterator[Callable[[Image], None]]:
     """What becomes of one write: kept, dropped, cut, or any of its sectors."""
     fate = draw.choice(("kept", "kept", "dropped", "zeros", "cut", "sectors"))
     end = op.offset + len(op.data)

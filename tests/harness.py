@@ -310,41 +310,48 @@ class Bench:
     # -- the books ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every count equals a recount from the store, and nothing is anywhere twice."""
-        fabric = self.fabric
-        ready: list[int] = []
-        for group in fabric.groups.values():
-            group_refs: list[int] = []
-            for lane, queue in group.queues.items():
-                refs = fabric.store.peek_all(queue)
-                lengths = [fabric.store.describe(r).length for r in refs]
-                assert queue.ready_items == len(refs)
-                assert queue.ready_tokens == sum(lengths)
-                assert group.order.ready(lane) == (len(refs), sum(lengths))
-                assert fabric.store.longest(queue) == max(lengths, default=0)
-                group_refs += refs
-            assert group.ready_items == len(group_refs)
-            assert group.model.draining.ready(group.id) == (group.ready_items, group.ready_tokens)
-            pending = [
-                r for r in fabric.pending.by_ref if fabric.store.describe(r).queue.group == group.id
-            ]
-            assert group.pending_items == len(pending)
-            assert group.outstanding == len(group_refs) + len(pending)
-            if group.lanes is not None:
-                counted: dict[int, int] = {}
-                for ref in group_refs + pending:
-                    lane = fabric.store.describe(ref).queue.lane
-                    counted[lane] = counted.get(lane, 0) + 1
-                rows = {row.id: row.outstanding for row in group.lanes.rows()}
-                assert {k: v for k, v in rows.items() if v} == counted
-            ready += group_refs
-        tokens = sum(fabric.store.describe(ref).length for ref in ready)
-        assert (fabric.store.ready_items, fabric.store.ready_tokens) == (len(ready), tokens)
-        everywhere = ready + list(fabric.pending.by_ref)
-        assert len(everywhere) == len(set(everywhere)) == fabric.store.items
-        held = [b for w in fabric.workers.values() for b in w.held.values()]
-        assert {b.id for b in held} == set(fabric.pending.batches)
-        assert sum(len(b.outstanding) for b in held) == fabric.pending.items
-        status = self.status()
-        assert status["residual_items"] == 0
-        assert status["residual_tokens"] == 0
+        """See `check_books`."""
+        check_books(self.fabric, self.now)
+
+
+def check_books(fabric: Any, now: float) -> None:
+    """Every count equals a recount from the store, and nothing is anywhere twice."""
+    ready: list[int] = []
+    for group in fabric.groups.values():
+        group_refs: list[int] = []
+        for lane, queue in group.queues.items():
+            refs = fabric.store.peek_all(queue)
+            lengths = [fabric.store.describe(r).length for r in refs]
+            assert queue.ready_items == len(refs)
+            assert queue.ready_tokens == sum(lengths)
+            assert group.order.ready(lane) == (len(refs), sum(lengths))
+            assert fabric.store.longest(queue) == max(lengths, default=0)
+            group_refs += refs
+        assert group.ready_items == len(group_refs)
+        assert group.model.draining.ready(group.id) == (group.ready_items, group.ready_tokens)
+        pending = [
+            r for r in fabric.pending.by_ref if fabric.store.describe(r).queue.group == group.id
+        ]
+        assert group.pending_items == len(pending)
+        assert group.outstanding == len(group_refs) + len(pending)
+        if group.lanes is not None:
+            counted: dict[int, int] = {}
+            for ref in group_refs + pending:
+                lane = fabric.store.describe(ref).queue.lane
+                counted[lane] = counted.get(lane, 0) + 1
+            rows = {row.id: row.outstanding for row in group.lanes.rows()}
+            assert {k: v for k, v in rows.items() if v} == counted
+        ready += group_refs
+    tokens = sum(fabric.store.describe(ref).length for ref in ready)
+    assert (fabric.store.ready_items, fabric.store.ready_tokens) == (len(ready), tokens)
+    everywhere = ready + list(fabric.pending.by_ref)
+    assert len(everywhere) == len(set(everywhere)) == fabric.store.items
+    held = [b for w in fabric.workers.values() for b in w.held.values()]
+    assert {b.id for b in held} == set(fabric.pending.batches)
+    assert sum(len(b.outstanding) for b in held) == fabric.pending.items
+    from zfabric import snapshot
+
+    status = snapshot.status(fabric, now)
+    assert status["residual_items"] == 0
+    assert status["residual_tokens"] == 0
+    assert sum(fabric.waste.parts) == fabric.waste.padded_tokens - fabric.waste.real_tokens

@@ -34,7 +34,7 @@ __all__ = ["plain_surroundings"]
         (("statsu",), "argument COMMAND: no 'statsu' (did you mean status?); see zfabric --help"),
         (("producers", "cancl"), "(did you mean cancel?); see zfabric producers --help"),
         (("completion", "fish"), "no 'fish' (one of bash, zsh); see zfabric completion --help"),
-        (("broker", "--packing", "x"), "(one of strict, tight)"),
+        (("broker", "--packing", "x"), "(one of strict, tight, group)"),
         (("shapes", "--top", "0"), "argument --top: must be a whole number of at least 1, not '0'"),
         (("dead", "ls", "--top", "-1"), "--top"),
         (("demo", "--items", "x"), "argument --items: must be a whole number of at least 1"),

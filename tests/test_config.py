@@ -78,7 +78,7 @@ def test_empty_variable_counts_as_not_set(places: tuple[Path, Path]) -> None:
         ("[broker]\nhz = nan\n", ["broker.hz", "a number"]),
         ("[broker]\nlinger_ms = -1\n", ["broker.linger_ms", "(ms)"]),
         ("[broker]\nmemory = 1\n", ["broker.memory", "true or false"]),
-        ("[broker]\npacking = 'loose'\n", ["broker.packing", "strict, tight"]),
+        ("[broker]\npacking = 'loose'\n", ["broker.packing", "strict, tight, group"]),
         ("[broker]\nbind = ''\n", ["broker.bind"]),
         ("[worker]\nmax_batch = 0\n", ["worker.max_batch"]),
         ("[client]\nbroker = 'http://x:1'\n", ["tcp://"]),

@@ -454,6 +454,56 @@ def test_sigkill_at_every_operation(tmp_path: Path, durability: str, torn: bool)
         go_on(image, run.known[at], tmp_path / f"at{at}", durability, old_worker=old)
 
 
+@pytest.mark.parametrize("how", ["killed", "dropped", "torn"])
+def test_crash_while_what_came_in_is_written_in_many_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("zfabric.dispatcher.WRITES_MAX", 1)
+    run = Recording(tmp_path / "run", "fsync")
+    for at in points(len(run.faults.ops)):
+        image = run.faults.killed(at) if how == "killed" else run.faults.unplugged(at, how)
+        go_on(image, run.known[at], tmp_path / f"at{at}", "fsync", old_worker=False)
+
+
+def test_item_that_waited_windows_to_be_written_is_torn_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfabric.dispatcher.WRITES_MAX", 1)
+    bench = RecordedBench(FaultFiles(tmp_path / "run"))
+    bench.open("fsync")
+    job = Job(bench, "a")
+    job.hello()
+    shapes = [Shape.of("m", str(k)) for k in range(8)]
+    job.put(list(range(1, 9)), [10] * 8, [A] * 8)
+    bench.settle()
+    workers = [FakeWorker(bench, f"gpu{k}", 1) for k in range(4)]
+    for worker in workers:
+        worker.hello(batch=1)
+        worker.heartbeat(window=2)
+    bench.settle()
+    assert bench.dispatch(8) == 8
+
+    def more() -> None:
+        """Results make windows of their own, while items wait to be written."""
+        for worker in [worker for worker in workers if worker.batches][:1]:
+            finish(worker, next(iter(worker.batches)))
+            bench.meanwhile = more
+
+    bench.meanwhile = more
+    job.put(list(range(9, 17)), [10] * 8, shapes)
+    bench.settle()
+    assert (job.upto, len(job.results)) == (16, 8)
+    bench.backing.close()
+    for at, seed in itertools.product(range(len(bench.faults.ops) + 1), SEEDS):
+        root = tmp_path / f"at{at}-{seed}"
+        bench.faults.unplugged(at, "torn", seed).put(root)
+        found = DiskBench(root, **CONFIG)
+        assert not found.found.damaged
+        assert not found.found.quarantined
+        found.check()
+        found.backing.close()
+
+
 @pytest.mark.parametrize(
     ("how", "seed"), [("dropped", 0), ("kept", 0), *(("torn", seed) for seed in SEEDS)]
 )

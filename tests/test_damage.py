@@ -594,12 +594,13 @@ def test_descriptors_run_out_and_files_are_closed_for_others(
     backing, _ = open_backing(root, "fsync", files)
     paths = [one(root, "segments", Shape.of("m", "a")), one(root, "outbox")]
     for path in paths:
-        backing.descriptors.get(path)
+        backing.descriptors.get(path.name, lambda path=path: path)
     files.fault = Fault(files.calls, errno.EMFILE)
-    assert backing.descriptors.get(root / "catalog.log")
+    opened = backing.descriptors.get("catalog.log", lambda: root / "catalog.log")
+    assert opened.path == root / "catalog.log"
     files.fault = Fault(files.calls, errno.EMFILE, times=9)
     with pytest.raises(StorageError, match="Too many open files"):
-        backing.descriptors.get(root / "lock")
+        backing.descriptors.get("lock", lambda: root / "lock")
     backing.close()
 
 

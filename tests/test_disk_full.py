@@ -49,7 +49,7 @@ class FullBench(DiskBench):
 
     def start_broker(self, boot: int) -> None:
         super().start_broker(boot)
-        self.backing.min_free_bytes = self.min_free
+        self.backing.room.min_free_bytes = self.min_free
 
 
 def refusals(producer: FakeProducer) -> list[str]:

@@ -23,7 +23,7 @@ class FabricMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["lanes", "lanes", "shape", "fifo"]),
-        packing=st.sampled_from(["tight", "strict"]),
+        packing=st.sampled_from(["tight", "strict", "group", "group"]),
         lanes=st.sampled_from([1, 3, 2_048]),
         ragged=st.booleans(),
         attempts=st.sampled_from([1, 3]),

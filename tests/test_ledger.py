@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zfabric.errors import InvariantError
 from zfabric.lanes import TAG_FLOOR, TAG_FORCED, TAG_THRESHOLD, Lanes
 from zfabric.ledger import Flow, Parts, Waste, verdict
-from zfabric.packing import batch_fill, pack_strict, pack_tight
+from zfabric.packing import batch_fill, pack_group, pack_strict, pack_tight
 from zfabric.shapes import Contract
 
 TAG_NAMES = {TAG_THRESHOLD: "threshold", TAG_FLOOR: "floor", TAG_FORCED: "forced"}
@@ -86,6 +86,59 @@ def test_ledger_adds_up_over_lanes_and_packing(
     assert min(waste.parts) >= 0
     assert strict or waste.parts.strict == 0
     assert waste.parts.forced == 0 or lanes.forced_total > 0
+
+
+@given(st.lists(ITEMS, min_size=1, max_size=4), st.integers(0, 7))
+def test_neighbours_are_charged_with_what_is_over_the_longest_of_the_own_lane(
+    lanes: list[list[tuple[int, int, int]]], rounding: int
+) -> None:
+    waste, alone = Waste(), Waste()
+    items = [item for lane in lanes for item in lane]
+    longest = max(length for length, _, _ in items)
+    lengths, targets, tags = zip(*items, strict=True)
+    runs = [len(lane) for lane in lanes]
+    pad_to = longest + rounding
+    waste.record(lengths, targets, bytearray(tags), longest, pad_to, fill=1.0, runs=runs)
+    neighbour = 0
+    for lane in lanes:
+        own, own_targets, own_tags = zip(*lane, strict=True)
+        neighbour += len(lane) * (longest - max(own))
+        alone.record(own, own_targets, bytearray(own_tags), max(own), max(own), fill=1.0)
+    wanted = alone.parts._replace(neighbour=neighbour, rounding=rounding * len(items))
+    assert waste.parts == wanted
+    assert sum(waste.parts) == waste.wasted_tokens
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3_000), min_size=1, max_size=20), max_size=5),
+    st.integers(1, 30),
+)
+def test_ledger_adds_up_over_group_packing(messages: list[list[int]], lanes_limit: int) -> None:
+    contract = Contract(8, 8_000, 3_000)
+    lanes, waste = Lanes(lanes_limit), Waste()
+    queues: dict[int, list[tuple[int, int, int]]] = {}
+    for lengths in messages:
+        for length, lane, target, tag in zip(lengths, *lanes.assign(lengths, 0.0), strict=True):
+            queues.setdefault(lane, []).append((length, target, tag))
+    while rows := [lane for lane, _ in lanes.below() if queues[lane]]:
+        taken, packed = pack_group(((k, [n for n, _, _ in queues[k]]) for k in rows), contract)
+        items = [item for lane, count in taken for item in queues[lane][:count]]
+        for lane, count in taken:
+            del queues[lane][:count]
+        columns = [list(column) for column in zip(*items, strict=True)]
+        runs = [count for _, count in taken]
+        waste.record(*columns, packed.base, packed.pad_to, fill=1.0, runs=runs)
+    assert waste.real_tokens == sum(map(sum, messages))
+    assert sum(waste.parts) == waste.wasted_tokens
+    assert min(waste.parts) >= 0
+
+
+@pytest.mark.parametrize("runs", [[1], [3], [2, 0], [3, -1]])
+def test_runs_that_are_not_the_batch_change_nothing(runs: list[int]) -> None:
+    waste = Waste()
+    with pytest.raises(InvariantError):
+        waste.record([1, 2], [1, 2], [0, 0], 2, 8, fill=1.0, runs=runs)
+    assert (waste.parts, waste.padded_tokens) == (Parts(), 0)
 
 
 def test_one_batch_by_hand() -> None:
@@ -180,7 +233,13 @@ def test_item_completed_twice_shows_as_a_negative_residual() -> None:
 
 def wasting(padded: int, **parts: int) -> Waste:
     waste = Waste()
-    waste.parts = Parts(**parts)
+    tags = {name: tag for tag, name in TAG_NAMES.items()}
+    for name, tokens in parts.items():
+        if name in tags:
+            waste._by_tag[tags[name]] = tokens
+        else:
+            setattr(waste, f"_{name}", tokens)
+    assert waste.parts == Parts(**parts)
     waste.padded_tokens = padded
     waste.real_tokens = padded - sum(waste.parts)
     return waste
@@ -197,7 +256,8 @@ def wasting(padded: int, **parts: int) -> Waste:
         ({"grown": 5, "floor": 4}, 0.5, "growth"),
         ({"grown": 5, "floor": 3, "rounding": 3}, 0.1, "short prompts"),
         ({"strict": 5}, 0.1, "strict packing"),
-        ({"neighbour": 5}, 0.1, "neighbours"),
+        ({"neighbour": 5, "grown": 4}, 0.9, "healthy"),
+        ({"neighbour": 5, "grown": 6}, 0.9, "growth"),
         ({"arrival": 60}, 0.0, "arrival order"),
     ],
 )

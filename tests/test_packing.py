@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from zfabric.errors import InvariantError
 from zfabric.packing import (
+    GROUP_PADDING_MAX_TOKENS,
     RAGGED_MISSES_MAX,
     Packed,
     batch_fill,
+    fills_batch,
+    pack_group,
     pack_ragged,
     pack_strict,
     pack_tight,
@@ -181,3 +184,80 @@ def test_fill_is_the_larger_of_places_and_tokens() -> None:
     contract = Contract(10, 1_000, 100)
     assert batch_fill(5, 100, contract) == 0.5
     assert batch_fill(5, 900, contract) == 0.9
+
+
+def group_by_loop(lanes: list[list[int]], contract: Contract) -> list[int]:
+    """Items of each lane, one lane and one item at a time, with nothing remembered."""
+    counts: list[int] = []
+    batch: list[int] = []
+    for lane in lanes:
+        chosen = list(lane[: contract.batch_items_max - len(batch)])
+        # A lane's items are cut to what fits beside the longest that could come of it.
+        widest = padded(max([*batch, *chosen], default=0))
+        chosen = chosen[: max(0, contract.batch_tokens_max // widest - len(batch))]
+        if not batch:
+            chosen = naive_tight(lane, contract)
+        elif not chosen:
+            break
+        wide = padded(max(batch + chosen))
+        padding = wide * len(batch + chosen) - sum(batch + chosen)
+        if batch and padding > GROUP_PADDING_MAX_TOKENS:
+            break
+        batch += chosen
+        counts.append(len(chosen))
+        full = len(batch) >= contract.batch_items_max
+        full = full or (len(batch) + 1) * wide > contract.batch_tokens_max
+        if full or len(chosen) < len(lane):
+            break
+    return counts
+
+
+def naive_tight(queue: list[int], contract: Contract) -> list[int]:
+    batch = queue[:1]
+    for length in queue[1:]:
+        wide = padded(max([*batch, length])) * (len(batch) + 1)
+        if wide > contract.batch_tokens_max or len(batch) == contract.batch_items_max:
+            break
+        batch.append(length)
+    return batch
+
+
+@given(lanes=st.lists(QUEUES, min_size=1, max_size=8), contract=contracts())
+def test_group_takes_what_a_loop_takes(lanes: list[list[int]], contract: Contract) -> None:
+    lanes.sort(key=max, reverse=True)
+    taken, packed = pack_group(enumerate(lanes), contract)
+    assert [count for _, count in taken] == group_by_loop(lanes, contract)
+    assert [lane for lane, _ in taken] == list(range(len(taken))), "adjacent, none skipped"
+    batch = [n for lane, count in taken for n in lanes[lane][:count]]
+    assert packed == Packed(len(batch), padded(max(batch)), max(batch))
+    tokens = packed.count * packed.pad_to
+    assert packed.count <= contract.batch_items_max
+    assert tokens <= contract.batch_tokens_max or packed.count == 1
+    assert len(taken) == 1 or tokens - sum(batch) <= GROUP_PADDING_MAX_TOKENS
+
+
+def test_group_cuts_where_padding_would_cost_more_than_another_batch() -> None:
+    contract = Contract(32, 65_536, 65_536)
+    assert pack_group([(0, [2_000]), (1, [1_000]), (2, [992])], contract)[0] == [(0, 1), (1, 1)]
+    assert pack_group([(0, [4_000]), (1, [1_000])], contract)[0] == [(0, 1)]
+
+
+def test_group_reads_no_lane_after_the_batch_is_full() -> None:
+    def lanes() -> Iterator[tuple[int, list[int]]]:
+        yield 0, [8]
+        yield 1, [8, 8]
+        raise AssertionError("read too far")
+
+    assert pack_group(lanes(), Contract(3, 64, 8)) == ([(0, 1), (1, 2)], Packed(3, 8, 8))
+
+
+def test_group_of_nothing_is_refused() -> None:
+    with pytest.raises(InvariantError):
+        pack_group([], Contract(3, 64, 8))
+
+
+@pytest.mark.parametrize(
+    ("items", "tokens", "fills"), [(3, 24, True), (2, 24, False), (2, 57, True), (2, 56, False)]
+)
+def test_a_lane_fills_a_batch_by_places_or_tokens(items: int, tokens: int, fills: bool) -> None:
+    assert fills_batch(items, tokens, 8, Contract(3, 64, 8)) == fills

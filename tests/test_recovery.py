@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -222,3 +223,96 @@ def test_answer_to_a_requeue_waits_until_it_is_kept(tmp_path: Path) -> None:
     assert not bench.dispatcher.outgoing
     bench.settle()
     assert [m.kind for m in producer.inbox if m.kind is Type.REPLY] == [Type.REPLY]
+
+
+# -- a catalog that is made anew ------------------------------------------------------------------
+
+
+def left_behind(root: Path) -> None:
+    """Two producers' items, some done and their results unread, and a broker that was killed."""
+    bench = DiskBench(root, lanes=1)
+    one, other = bench.producer("one"), bench.producer("other", instance=2)
+    one.submit([100] * 6)
+    other.submit([100] * 4)
+    bench.settle()
+    worker = bench.worker(batch=3)
+    bench.dispatch(1)
+    one.cut()
+    for key in list(worker.batches):
+        worker.done(key)
+    bench.settle()
+    bench.crash()
+    bench.backing.close()
+
+
+def test_lost_catalog_refuses_the_start_and_can_be_made_anew(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    (tmp_path / "catalog.log").unlink()
+    with pytest.raises(StorageError, match="--rebuild-catalog"):
+        open_backing(tmp_path, "fsync", OsFiles(tmp_path))
+    bench = DiskBench(tmp_path, rebuild=True, lanes=1)
+    bench.check()
+    assert bench.found.quarantined_files
+    assert not bench.found.quarantined
+    status = bench.status()
+    assert (status["ready_items"], status["completed_items"]) == (7, 3)
+    run_all(bench, bench.worker())
+    names = [p.name for p in bench.fabric.producers if p is not None]
+    assert names == ["lost-0", "lost-1"]
+    first, second = bench.producer("lost-0"), bench.producer("lost-1", instance=2)
+    assert first.results == {n: [Status.OK] for n in range(1, 7)}
+    assert second.results == {n: [Status.OK] for n in range(1, 5)}
+    bench.check()
+    bench.crash()
+    bench.check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_catalog_is_made_anew_of_what_is_whole(tmp_path: Path, seed: int) -> None:
+    left_behind(tmp_path)
+    path = tmp_path / "catalog.log"
+    before = path.read_bytes()
+    chance = random.Random(seed)
+    begin = chance.randrange(len(before))
+    damage = chance.randbytes(chance.randrange(1, 40))
+    path.write_bytes(before[:begin] + damage + before[begin + len(damage) :])
+    bench = DiskBench(tmp_path, rebuild=True, lanes=1)
+    bench.check()
+    assert not bench.found.quarantined
+    names = [p.name for p in bench.fabric.producers if p is not None]
+    assert len(names) == 2
+    assert set(names) <= {"one", "other", "lost-0", "lost-1"}
+    run_all(bench, bench.worker())
+    results = [bench.producer(name, instance=k + 1).results for k, name in enumerate(sorted(names))]
+    assert sorted(map(len, results)) == [4, 6]
+    assert all(s == [Status.OK] for found in results for s in found.values())
+    bench.check()
+    if bench.found.quarantined_files:
+        assert list((tmp_path / "quarantine").glob("catalog.log.*"))
+
+
+def test_charged_items_are_retried_apart_after_a_restart(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1, attempts_max=3)
+    producer = bench.producer()
+    producer.submit([100] * 6)
+    bench.settle()
+    worker = bench.worker(batch=3)
+    bench.dispatch(1)
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "engine_exit")
+    bench.settle()
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    worker = bench.worker(batch=6, instance=2)
+    sizes = []
+    for _ in range(6):
+        bench.dispatch(1)
+        for key in list(worker.batches):
+            sizes.append(len(worker.batches[key]))
+            worker.done(key)
+        bench.settle()
+    assert sizes == [1, 1, 1, 3]
+    assert producer.results == {n: [Status.OK] for n in range(1, 7)}
+    bench.check()

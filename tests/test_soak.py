@@ -18,7 +18,7 @@ from zfabric.client import Client
 from zfabric.errors import FabricError
 
 KILLS = int(os.environ.get("SOAK_KILLS", "5"))
-ITEMS_A_KILL = 300
+ITEMS_A_KILL = 400
 CONTRACT = ("--max-batch", "32", "--max-tokens", "65536", "--max-input", "8192")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120 + 20 * KILLS)]
@@ -50,7 +50,7 @@ def test_killed_broker_goes_on_where_it_was(tmp_path: Path) -> None:
     kills = 0
     try:
         while job.poll() is None and kills < KILLS:
-            enough = lines_in(output) + chance.randrange(20, ITEMS_A_KILL)
+            enough = lines_in(output) + chance.randrange(20, ITEMS_A_KILL // 2)
             until(lambda enough=enough: job.poll() is not None or lines_in(output) >= enough)
             broker.kill()
             broker.communicate()

@@ -21,7 +21,7 @@ class StorageMachine(FabricMachine):
 
     @initialize(
         policy=st.sampled_from(["lanes", "lanes", "shape"]),
-        packing=st.sampled_from(["tight", "strict"]),
+        packing=st.sampled_from(["tight", "strict", "group", "group"]),
         lanes=st.sampled_from([1, 3, 2_048]),
         ragged=st.booleans(),
         attempts=st.sampled_from([1, 3]),

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfabric.errors import InvariantError
+from zfabric.queues import LaneQueue
 from zfabric.segments import MEMORY_SEGMENT_ITEMS_MAX, Append
 from zfabric.shapes import Shape
-from zfabric.store import LaneQueue, Store
+from zfabric.store import Store
 
 
 def make(*lengths: int) -> tuple[Store, LaneQueue]:

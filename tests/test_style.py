@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zfabric", "tui/zfabric_tui", "workers/zfabric_workers")
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
-PURE = ("lanes", "packing", "draining", "pending", "ledger", "shapes")
+PURE = ("lanes", "packing", "draining", "affinity", "sweep", "pending", "ledger", "shapes")
 IMPURE_IMPORTS = {"zmq", "os", "time", "random", "secrets", "datetime", "logging", "socket"}
 # (test file, reason): tests that may sleep. Empty, and best kept so: clocks are given, and an
 # end-to-end test waits on an Event or polls against a monotonic deadline.

@@ -75,7 +75,13 @@ class Endpoints(NamedTuple):
 class Broker:
     """A broker on its own sockets. `bind`, then `run` in one thread until it is told to end."""
 
-    def __init__(self, config: BrokerConfig, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        config: BrokerConfig,
+        store: Store | None = None,
+        *,
+        rebuild_catalog: bool = False,
+    ) -> None:
         if not config.insecure and not is_loopback(config.bind):
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
@@ -83,15 +89,16 @@ class Broker:
         backing: FileBacking | None = None
         if store is None and config.data is not None:
             root = Path(config.data)
-            backing, self.recovered = open_backing(root, config.durability, OsFiles(root))
-            backing.min_free_bytes = config.min_free
-            backing.max_disk_bytes = config.max_disk
+            backing, self.recovered = open_backing(
+                root, config.durability, OsFiles(root), rebuild=rebuild_catalog
+            )
+            backing.room.min_free_bytes = config.min_free
+            backing.room.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
         self._backing = self.dispatcher.fabric.store.backing
         if backing is not None and self.recovered is not None:
             restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())
             self.dispatcher.recovery = snapshot.recovery(self.recovered)
-            self.dispatcher.disk = lambda: (backing.disk_bytes(), backing.max_disk_bytes)
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-sync")
         self._sync: Future[None] | None = None
         self._sync_started_s = 0.0
@@ -285,6 +292,9 @@ class Broker:
         """Take what has arrived, for one slice at most; returns whether all of it was taken."""
         drained = True
         for endpoint, socket in self._sockets.items():
+            if endpoint == PRODUCERS and self.dispatcher.writing:
+                drained = False
+                continue
             until = started_s + RECEIVE_SLICE_S
             while True:
                 try:

@@ -11,6 +11,7 @@
     dead      id, ...             an item that was given up, with its payload
     undead    id                  that record was requeued or dropped
     retry     number, of          a requeued item's number, and the one it retries
+    hole      nonce, hole, ended   entries of a segment that are over, whose bytes are given back
     window    n                   the rest of this write belongs to commit window n; all that was
                                   written before it is on the device
 
@@ -21,6 +22,8 @@ catalog cannot be trusted, and the store refuses to start. The store says what i
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -55,6 +58,8 @@ class Catalog:
     producers: dict[int, Floor] = field(default_factory=dict)
     next_producer: int = 0
     retired: set[int] = field(default_factory=set)
+    # of each segment: records of the holes in it
+    holes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     ended_items: int = 0
     ended_tokens: int = 0
     dead_items: int = 0
@@ -64,6 +69,8 @@ class Catalog:
     dead: dict[int, dict[str, Any]] = field(default_factory=dict)
     next_dead: int = 1
     retries: dict[int, int] = field(default_factory=dict)
+    # made of what could still be read: a number that is missing is no loss, it was not looked for
+    salvaged: bool = False
     # the next commit window; all before the last one begun are on the device
     window: int = 1
 
@@ -86,6 +93,8 @@ class Catalog:
             self.producers.pop(record["i"], None)
         elif kind == "retired":
             self._take_retired(record)
+        elif kind == "hole":
+            self.holes.setdefault(record["nonce"], []).append(dict(record))
         elif kind == "dead":
             self.dead[record["id"]] = dict(record)
             self.next_dead = max(self.next_dead, record["id"] + 1)
@@ -110,6 +119,7 @@ class Catalog:
         if record["nonce"] in self.retired:
             return
         self.retired.add(record["nonce"])
+        self.holes.pop(record["nonce"], None)
         self.ended_items += record["items"]
         self.ended_tokens += record["tokens"]
         self.dead_items += record["dead_items"]
@@ -118,7 +128,8 @@ class Catalog:
         self.quarantined_tokens += record.get("quarantined_tokens", 0)
 
     def records(self, still_there: Iterable[int]) -> list[dict[str, Any]]:
-        """The same in as few records as possible; retired nonces only while their files exist."""
+        """The same in as few records as possible; what is of files only while they exist."""
+        files = set(still_there)
         out: list[dict[str, Any]] = []
         for number, floor in self.producers.items():
             out.append({"t": "producer", "i": number, "name": floor.name})
@@ -138,9 +149,10 @@ class Catalog:
         nothing = {"items": 0, "tokens": 0, "dead_items": 0, "dead_tokens": 0}
         out += [
             {"t": "retired", "nonce": nonce, **nothing}
-            for nonce in self.retired.intersection(still_there)
+            for nonce in self.retired.intersection(files)
             if nonce
         ]
+        out += [hole for nonce, holes in self.holes.items() if nonce in files for hole in holes]
         out += self.dead.values()
         out += [{"t": "retry", "number": n, "of": of} for n, of in self.retries.items()]
         store = {
@@ -191,12 +203,34 @@ def read(data: bytes) -> tuple[Catalog, int]:
     return catalog, position
 
 
+def salvage(data: bytes) -> Catalog:
+    """A catalog of all records of a damaged log that are whole. Raises NewerFormat as `read`.
+
+    Its store is another one: who was promised something asks again, and is told what is so.
+    """
+    catalog = Catalog(salvaged=True)
+    position = 0
+    while position < len(data):
+        body = _body(data, position)
+        if body is not None:
+            # What is whole and makes no sense was written by nobody.
+            with contextlib.suppress(
+                KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException
+            ):
+                catalog.take(msgpack.unpackb(body, strict_map_key=False))
+        position += 1 if body is None else _PREFIX.size + len(body)
+    catalog.store_id = secrets.randbits(64)
+    return catalog
+
+
 def _body(data: bytes, position: int) -> bytes | None:
     if len(data) - position < _PREFIX.size:
         return None
     size, crc = _PREFIX.unpack_from(data, position)
+    if not 0 < size <= len(data) - position - _PREFIX.size:
+        return None
     body = data[position + _PREFIX.size : position + _PREFIX.size + size]
-    if not size or len(body) < size or zlib.crc32(body) != crc:
+    if zlib.crc32(body) != crc:
         return None
     return body
 

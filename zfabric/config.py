@@ -78,10 +78,11 @@ class BrokerConfig:
     )
     lanes: int = key_row(2048, "lanes a shape may use", unit="lanes", low=1, high=2048)
     packing: str = key_row(
-        "tight",
-        "what a batch is padded to: the longest item that it took (tight), or the longest that "
-        "waits in its lane, as the original system did (strict)",
-        choices=("strict", "tight"),
+        "group",
+        "what a batch takes: adjacent lanes until it is full (group); or one lane, padded to the "
+        "longest item that it took (tight), or to the longest that waits there, as the original "
+        "system did (strict)",
+        choices=("strict", "tight", "group"),
     )
     policy: str = key_row(
         "lanes",
@@ -96,6 +97,12 @@ class BrokerConfig:
         unit="ms",
         low=0,
         high=WAIT_S_MAX * 1000,
+    )
+    next_shape: str = key_row(
+        "most_tokens",
+        "which shape follows when the current one has run empty: the one with the most tokens, or "
+        "the one that shares the longest start of its components with it (affinity)",
+        choices=("most_tokens", "affinity"),
     )
     max_wait_s: float = key_row(
         300.0,
@@ -123,7 +130,7 @@ class BrokerConfig:
         100.0, "longest dispatch before heartbeats are served", unit="ms", low=1, high=10_000
     )
     max_items: int = count_row(4_000_000, "items the broker holds")
-    max_bytes: int = count_row(4 * GIB, "payload bytes the broker holds", "bytes")
+    max_bytes: int = count_row(4 * GIB, "payload bytes the broker holds in memory", "bytes")
     producer_items_max: int = count_row(
         1_000_000, "items of one producer accepted without an acknowledged result"
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import zfabric
-from zfabric import operate, snapshot
+from zfabric import operate
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import NoSpace, PeerError
@@ -22,7 +22,6 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
-from zfabric.outbox import error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import (
     GONE,
@@ -47,13 +46,14 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
+# Writes of a turn, some 40 us each: a lane that gets its first item needs a file, and a turn that
+# made 32,768 of them would block the loop for seconds.
+WRITES_MAX = 2_048
 # Characters of a refusal's text, well under what a REPLY may hold.
 REPLY_TEXT_MAX = 2_000
 # A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
 SILENT_LEASES = 1.5
-
-
-# What tells a peer that something is safe: it goes out when that is so.
+# What tells a peer that something is safe; it goes out when that is so.
 PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
 
@@ -102,11 +102,9 @@ class Dispatcher:
         # the time of the latest tick, for chores that run across ticks
         self._now = 0.0
         self.draining_since: float | None = None
-        # for status: what the broker measured of its own loop, what it found in its directory, and
-        # the bytes that its store has there and may have
+        # for status: what the broker measured of its own loop, and found in its directory
         self.gauges: dict[str, Any] = {}
         self.recovery: dict[str, Any] | None = None
-        self.disk: Callable[[], tuple[int, int | None]] | None = None
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
             Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
             Type.SUBMIT: self._on_submit,
@@ -327,6 +325,7 @@ class Dispatcher:
             peer.heard_s += late_s
 
     def _maintain(self, now: float) -> None:
+        self.fabric.store.backing.upkeep(now)
         lanes = 0
         while lanes < UPKEEP_LANES:
             number = next(self._upkeep, None)
@@ -346,23 +345,33 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether chores wait that the next tick should go on with at once."""
-        return bool(self._chores)
+        """Whether the next turn should go on at once with what this one left."""
+        return bool(self._chores) or self.writing
+
+    @property
+    def writing(self) -> bool:
+        """Whether more is taken in than one turn could write; until then nothing more should be."""
+        return self.fabric.store.cut_short
 
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
-        self.fabric.publish(now)
-        if self.fabric.store.unwritten:
-            # The disk is full. What is taken in but not stored is promised to nobody, and neither
-            # is anything after it; both are tried again each turn.
-            self.fabric.count("storage_full_turns")
-        else:
-            self._intake.acknowledge()
+        if self._window is None or self.writing:
+            # While a sync runs, what comes in is gathered: a lane's items of one window are one
+            # write, and none could be promised earlier.
+            self._publish(now)
         if self.fabric.unsent:
             self._intake.send_results()
         if self._window is None:
             with contextlib.suppress(NoSpace):
                 self._close_window()
+
+    def _publish(self, now: float) -> None:
+        """Write items and promise them; what is left, and all after it, waits for another turn."""
+        self.fabric.publish(now, WRITES_MAX)
+        if self.fabric.store.no_space:
+            self.fabric.count("storage_full_turns")
+        elif not self.fabric.store.unwritten:
+            self._intake.acknowledge()
 
     def _close_window(self) -> None:
         """Write what is due and keep its promises, now or after a sync. Raises NoSpace."""
@@ -373,17 +382,14 @@ class Dispatcher:
             return
         if backing.has_work:
             backing.end(backing.begin(self._floors()))
-        self._keep_promises()
+        self.outgoing += self._promised
+        self._promised.clear()
 
     def _floors(self) -> dict[int, tuple[int, int]]:
         """How far the numbers and results of producers go that a window is about to cover."""
         touched, self.fabric.touched = self.fabric.touched, set()
         producers = [self.fabric.producers[index] for index in touched]
         return {p.index: (p.upto, p.outbox.last) for p in producers if p is not None}
-
-    def _keep_promises(self) -> None:
-        self.outgoing += self._promised
-        self._promised.clear()
 
     @property
     def sync_wanted(self) -> bool:
@@ -438,24 +444,19 @@ class Dispatcher:
             return False
         if now - self.draining_since >= self.config.drain_s:
             return True
-        return not self.fabric.pending.items and not self.fabric.unsent and self.settled
+        store = self.fabric.store
+        stored = store.no_space or not store.unwritten
+        return stored and self.settled and not (self.fabric.pending.items or self.fabric.unsent)
 
     def farewell(self, reason: str) -> None:
         """Tell every peer that this broker ends."""
         for peer in self.peers.values():
             self._send(peer, Type.BYE, {"reason": reason})
 
-    # -- helpers ------------------------------------------------------------------------------
+    # -- small parts ------------------------------------------------------------------------------
 
     def _cancel(self, producer: Producer) -> None:
-        self._chores.append(self._cancelling(producer))
-
-    def _cancelling(self, producer: Producer) -> Iterator[None]:
-        """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
-        payload = error_payload("cancelled", "cancelled by an operator")
-        for refs in self.fabric.waiting_of(producer):
-            operate.cancel_some(self.fabric, refs, self._now, payload)
-            yield
+        self._chores.append(operate.cancelling(self.fabric, producer, lambda: self._now))
 
     def _forget(self, producer: Producer, now: float) -> None:
         self._cancel(producer)
@@ -472,7 +473,6 @@ class Dispatcher:
             "state": "draining" if self.draining_since is not None else "running",
             "peers": len(self.peers),
             "recovery": self.recovery,
-            "storage": snapshot.storage(self.fabric, self.disk() if self.disk else None, now),
             **self.gauges,
         }
 

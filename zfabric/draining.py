@@ -10,21 +10,27 @@ The current shape of a model:
     None --hold over--> current --ran empty, linger over--> the one with the most ready tokens
      ^                     |`--another passed over for max_wait--> that one
      `--nothing ready or pending, linger over--'
+
+With `chain_of`, what follows a current shape is the ready one that shares the longest start of its
+chain of components (of equals, the one that has been ready longest), instead of the fullest.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
+from zfabric.affinity import Affinity
 from zfabric.errors import ConfigError, InvariantError
 
 K = TypeVar("K", bound=Hashable)
 
+_KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
 
@@ -60,53 +66,75 @@ class Choice(NamedTuple, Generic[K]):
 class Fullest(Generic[K]):
     """Keys by tokens, most first; of equals, the one that was added first.
 
-    A change pushes a new heap entry and leaves the old one stale: stale entries are dropped when
-    they surface, and by a rebuild once they outnumber the live ones.
+    A change only notes the key. The heap gets one entry for each noted key when somebody asks, so
+    that what changes a hundred times between two questions costs one entry, and an order that
+    nobody asks for costs none. Entries that a later change made stale are dropped when they
+    surface, and by a rebuild once they outnumber the live ones.
     """
 
-    __slots__ = ("_added", "_heap", "_live")
+    __slots__ = ("_added", "_heap", "_order", "changed", "live")
 
     def __init__(self) -> None:
-        self._live: dict[K, tuple[int, int]] = {}
+        # Tokens of each key. Whoever changes one here says so in `changed`.
+        self.live: dict[K, int] = {}
+        self._order: dict[K, int] = {}
+        self.changed: set[K] = set()
         self._heap: list[tuple[int, int, K]] = []
         self._added = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     def tokens(self, key: K) -> int:
         """Tokens of the key; 0 if it is not here."""
-        return self._live[key][0] if key in self._live else 0
+        return self.live.get(key, 0)
 
     def set(self, key: K, tokens: int) -> None:
         """Add the key, or give it another number of tokens (0 is a number)."""
-        if key in self._live:
-            order = self._live[key][1]
-        else:
-            order = self._added
+        if key not in self.live:
+            self._order[key] = self._added
             self._added += 1
-        self._live[key] = (tokens, order)
-        heappush(self._heap, (-tokens, order, key))
-        self._bound()
+        self.live[key] = tokens
+        self.changed.add(key)
+
+    def add(self, key: K, tokens: int) -> None:
+        """Add tokens to a key that is here (with a minus, take them away), or a new key."""
+        live = self.live
+        if key in live:
+            live[key] += tokens
+        else:
+            live[key] = tokens
+            self._order[key] = self._added
+            self._added += 1
+        self.changed.add(key)
 
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
-        if self._live.pop(key, None) is not None:
+        if self.live.pop(key, None) is not None:
+            del self._order[key]
+            self.changed.discard(key)
             self._bound()
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
-        heap = self._heap
+        heap, live, order = self._heap, self.live, self._order
+        if self.changed:
+            for key in self.changed:
+                heappush(heap, (-live[key], order[key], key))
+            self.changed.clear()
+            self._bound()
+            heap = self._heap
         while heap:
-            tokens, order, key = heap[0]
-            if self._live.get(key) == (-tokens, order):
+            tokens, added, key = heap[0]
+            if live.get(key) == -tokens and order[key] == added:
                 return key
             heappop(heap)
         return None
 
     def _bound(self) -> None:
-        if len(self._heap) > 2 * len(self._live) + HEAP_SLACK:
-            self._heap = [(-tokens, order, key) for key, (tokens, order) in self._live.items()]
+        if len(self._heap) > 2 * len(self.live) + HEAP_SLACK:
+            order = self._order
+            self._heap = [(-tokens, order[key], key) for key, tokens in self.live.items()]
             heapify(self._heap)
 
 
@@ -137,18 +165,38 @@ class _Ready(Generic[K]):
     def added(self, key: K, items: int, tokens: int, now: float) -> None:
         if items < 1 or tokens < 0:
             raise InvariantError(f"{items} items of {tokens} tokens cannot become ready")
-        if key not in self.items:
-            self.items[key] = 0
+        ready = self.items
+        if key in ready:
+            ready[key] += items
+        else:
+            ready[key] = items
             self.since[key] = now
-        self.items[key] += items
-        self.fullest.set(key, self.fullest.tokens(key) + tokens)
+        self.fullest.add(key, tokens)
         self.items_total += items
         self.tokens_total += tokens
+
+    def added_rows(self, rows: Sequence[tuple[K, int, int]], now: float) -> None:
+        if not rows:
+            return
+        if min(map(_ITEMS, rows)) < 1 or min(map(_TOKENS, rows)) < 0:
+            raise InvariantError("a key cannot become ready without an item")
+        counts, fullest = self.items, self.fullest
+        for key, items, tokens in rows:
+            if key in counts:
+                counts[key] += items
+                fullest.live[key] += tokens
+            else:
+                counts[key] = items
+                self.since[key] = now
+                fullest.set(key, tokens)
+        fullest.changed.update(map(_KEY, rows))
+        self.items_total += sum(map(_ITEMS, rows))
+        self.tokens_total += sum(map(_TOKENS, rows))
 
     def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
         """True if nothing of the key is left."""
         items_left = self.items.get(key, 0) - items
-        tokens_left = self.fullest.tokens(key) - tokens
+        tokens_left = self.fullest.live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
         if not items_left and tokens_left:
@@ -160,7 +208,8 @@ class _Ready(Generic[K]):
             self.fullest.discard(key)
             return True
         self.items[key] = items_left
-        self.fullest.set(key, tokens_left)
+        self.fullest.live[key] = tokens_left
+        self.fullest.changed.add(key)
         if served:
             self.since[key] = now
             self.since.move_to_end(key)
@@ -180,6 +229,14 @@ class _Ready(Generic[K]):
                 return key, latest + self.max_wait_s
         return None
 
+    def is_overdue(self, key: K, now: float) -> bool:
+        """Whether this is the key that may be forced, and may be by now."""
+        since = self.since.get(key, now)
+        if not self.max_wait_s or now < since + self.max_wait_s:
+            return False
+        overdue = self.overdue()
+        return overdue is not None and overdue[0] == key and now >= overdue[1]
+
     def passed_over_s(self, key: K, now: float) -> float:
         return now - self.since.get(key, now)
 
@@ -188,7 +245,10 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
+        "_affinity",
         "_arrived_at",
+        "_chain",
+        "_chain_of",
         "_first_at",
         "_leave_at",
         "_limits",
@@ -199,9 +259,17 @@ class Draining(Generic[K]):
         "switches_total",
     )
 
-    def __init__(self, limits: DrainLimits | None = None) -> None:
+    def __init__(
+        self,
+        limits: DrainLimits | None = None,
+        chain_of: Callable[[K], Sequence[int]] | None = None,
+    ) -> None:
         self._limits = limits or DrainLimits()
         self._ready: _Ready[K] = _Ready(self._limits.max_wait_s)
+        self._affinity: Affinity[K] = Affinity()
+        self._chain_of = chain_of
+        # Of the current shape, or of the last one: it may be forgotten while it is current.
+        self._chain: Sequence[int] = ()
         self._more: set[Hashable] = set()
         self.current: K | None = None
         # Changes from one shape to another (a start is none), and those that max_wait forced.
@@ -241,6 +309,8 @@ class Draining(Generic[K]):
         """
         was_idle = not self._ready.items
         self._ready.added(key, items, tokens, now)
+        if self._chain_of is not None:
+            self._affinity.add(key, self._chain_of(key))
         self._arrived_at[key] = now
         if was_idle:
             self._first_at = now
@@ -252,6 +322,8 @@ class Draining(Generic[K]):
         """
         if not self._ready.removed(key, items, tokens, now, served):
             return
+        if self._chain_of is not None:
+            self._affinity.discard(key, self._chain_of(key))
         arrived_at = self._arrived_at.pop(key)
         if key == self.current and self._leave_at is None:
             # Waiting is for a shape that items still trickle into. Where each prompt has a shape
@@ -282,7 +354,7 @@ class Draining(Generic[K]):
             held_until = self._held_until(now, intake_full)
             if held_until is not None:
                 return Choice(None, held_until)
-            self.current = self._ready.fullest.first()
+            self._settle_on(self._ready.fullest.first())
         overdue = self._ready.overdue(besides=self.current)
         if overdue is not None and now >= overdue[1]:
             self._switch(overdue[0])
@@ -291,8 +363,13 @@ class Draining(Generic[K]):
         elif self.current not in self._ready.items:
             if self._leave_at is not None and now < self._leave_at:
                 return Choice(None, min(self._leave_at, overdue[1] if overdue else self._leave_at))
-            self._switch(self._ready.fullest.first())
+            self._switch(self._next())
         return self._stay()
+
+    def _next(self) -> K | None:
+        if self._chain_of is None:
+            return self._ready.fullest.first()
+        return self._affinity.nearest(self._chain)
 
     def _stay(self) -> Choice[K]:
         overdue = self._ready.overdue(besides=self.current)
@@ -315,8 +392,13 @@ class Draining(Generic[K]):
         enough = intake_full or self.ready_items >= self._limits.hold_items
         return held_until if self._more and not enough and now < held_until else None
 
-    def _switch(self, key: K | None) -> None:
+    def _settle_on(self, key: K | None) -> None:
         self.current = key
+        if self._chain_of is not None and key is not None:
+            self._chain = self._chain_of(key)
+
+    def _switch(self, key: K | None) -> None:
+        self._settle_on(key)
         self._leave_at = None
         self.switches_total += 1
 
@@ -324,10 +406,12 @@ class Draining(Generic[K]):
 class LaneDraining:
     """The order of the lanes within one shape, by id. There is no stickiness between lanes."""
 
-    __slots__ = ("_quiescing", "_ready", "forced_total")
+    __slots__ = ("_calm_until", "_quiescing", "_ready", "forced_total")
 
     def __init__(self, limits: DrainLimits | None = None) -> None:
         self._ready: _Ready[int] = _Ready((limits or DrainLimits()).max_wait_s)
+        # No lane is overdue before this: the longest passed over only ever changes for a later one.
+        self._calm_until = -math.inf
         # Insertion order is the order in which they quiesced. Ready lanes only.
         self._quiescing: dict[int, None] = {}
         self.forced_total = 0
@@ -341,6 +425,10 @@ class LaneDraining:
     def ready_tokens(self) -> int:
         """Tokens ready, all lanes together."""
         return self._ready.tokens_total
+
+    def __contains__(self, lane: int) -> bool:
+        """Whether anything of the lane is ready."""
+        return lane in self._ready.items
 
     def ready(self, lane: int) -> tuple[int, int]:
         """(items, tokens) ready of one lane."""
@@ -357,18 +445,25 @@ class LaneDraining:
         """
         self._ready.added(lane, items, tokens, now)
 
+    def added_rows(self, rows: Sequence[tuple[int, int, int]], now: float) -> None:
+        """Many lanes at once: (lane, items, tokens) of each.
+
+        Raises InvariantError, changing nothing, where a lane has no item.
+        """
+        self._ready.added_rows(rows, now)
+
     def removed(self, lane: int, items: int, tokens: int, now: float, served: bool) -> None:
         """Ready items were dispatched (`served`), or completed or cancelled where they lay.
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        overdue = self._ready.overdue()
-        is_quiescing = lane in self._quiescing
-        if self._ready.removed(lane, items, tokens, now, served):
-            self._quiescing.pop(lane, None)
-        if not served or is_quiescing or overdue is None or overdue[0] != lane:
-            return
-        if now >= overdue[1]:
+        quiescing = self._quiescing
+        calm = now < self._calm_until
+        forced = not calm and served and lane not in quiescing
+        forced = forced and self._ready.is_overdue(lane, now)
+        if self._ready.removed(lane, items, tokens, now, served) and quiescing:
+            quiescing.pop(lane, None)
+        if forced:
             self._ready.forced_at = now
             self.forced_total += 1
 
@@ -385,9 +480,17 @@ class LaneDraining:
 
         Quiescing lanes come first, then one that is overdue, then the one with the most tokens.
         """
+        due = self.due(now)
+        return due if due is not None else self._ready.fullest.first()
+
+    def due(self, now: float) -> int | None:
+        """The lane that goes before any order: the first to quiesce, or one that is overdue."""
         if self._quiescing:
             return next(iter(self._quiescing))
-        overdue = self._ready.overdue()
-        if overdue is not None and now >= overdue[1]:
-            return overdue[0]
-        return self._ready.fullest.first()
+        if now < self._calm_until or (overdue := self._ready.overdue()) is None:
+            return None
+        lane, at = overdue
+        if now >= at:
+            return lane
+        self._calm_until = at
+        return None

@@ -9,13 +9,17 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zfabric.errors import InvariantError, StorageError
 from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
+    ALIGN,
     ENTRY_HEADER_BYTES,
+    HEADER_BYTES,
     ITEMS,
     TOMBSTONE_WORD,
     Column,
@@ -27,148 +31,216 @@ from zfabric.segment import (
     read_entry,
     scan,
     word_offset,
+    words_of,
 )
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
 
 
+# A new file is looked for, made with its directory, opened, and gets a header; measured here, that
+# costs as much as eight writes of an item.
+NEW_FILE_CALLS = 8
+
+
+class Opened(NamedTuple):
+    """An open file."""
+
+    path: Path
+    descriptor: int
+
+
 class Descriptors:
-    """Open descriptors by path, least recently used first out."""
+    """Open files by key, least recently used first out.
+
+    The path of a file is kept only while it is open: there may be millions of files.
+    """
 
     def __init__(self, files: OsFiles, limit: int) -> None:
         self._files = files
         self._limit = limit
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[int | str, Opened] = OrderedDict()
 
-    def get(self, path: Path, *, create: bool = False) -> int:
-        """A descriptor of `path`."""
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            self._shrink(self._limit - 1)
-            try:
-                descriptor = self._files.open(path, create=create)
-            except NoDescriptors:
-                # Sockets may have taken more than their half: go on with fewer files.
-                if not self._open:
-                    raise
-                self._shrink(len(self._open) // 2)
-                descriptor = self._files.open(path, create=create)
-            self._open[path] = descriptor
-        else:
-            self._open.move_to_end(path)
-        return descriptor
+    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
+        """The file with this key; `path_of` says where it is."""
+        found = self._open.get(key)
+        if found is not None:
+            self._open.move_to_end(key)
+            return found
+        self._shrink(self._limit - 1)
+        path = path_of()
+        try:
+            descriptor = self._files.open(path, create=create)
+        except NoDescriptors:
+            # Sockets may have taken more than their half: go on with fewer files.
+            if not self._open:
+                raise
+            self._shrink(len(self._open) // 2)
+            descriptor = self._files.open(path, create=create)
+        opened = self._open[key] = Opened(path, descriptor)
+        return opened
 
     def _shrink(self, count: int) -> None:
         while len(self._open) > count:
-            self._files.close(self._open.popitem(last=False)[1])
+            self._files.close(self._open.popitem(last=False)[1].descriptor)
 
-    def forget(self, path: Path) -> None:
-        """Close the descriptor of `path`, if there is one."""
-        descriptor = self._open.pop(path, None)
-        if descriptor is not None:
-            self._files.close(descriptor)
+    def forget(self, key: int | str) -> None:
+        """Close the file with this key, if it is open."""
+        found = self._open.pop(key, None)
+        if found is not None:
+            self._files.close(found.descriptor)
 
     def close(self) -> None:
         """Close all."""
         while self._open:
-            self._files.close(self._open.popitem()[1])
+            self._files.close(self._open.popitem()[1].descriptor)
 
 
 class SegmentFile:
-    """A file of entries: append, read, tombstone. Whole entries only; nothing is ever moved."""
+    """A file of entries: append, read, tombstone. Whole entries only; nothing is ever moved.
 
-    __slots__ = ("_backing", "_pieces", "flushed", "header", "offsets", "path", "sizes", "tail")
+    Few bytes an entry and few objects a file, since there may be millions of each: where an entry
+    begins is kept, what it holds is read.
+    """
+
+    __slots__ = ("_backing", "_pieces", "flushed", "header", "offsets", "tail")
 
     def __init__(
         self,
         backing: FileBacking,
-        path: Path,
         header: Header,
         offsets: array[int] | None = None,
-        sizes: array[int] | None = None,
         end: int | None = None,
     ) -> None:
-        """A new file, or with `offsets`, `sizes` and `end` one that has entries already."""
+        """A new file, or with `offsets` and `end` one that has entries already."""
         self._backing = backing
-        self.path = path
         self.header = header
         # of each entry: where it begins behind the state words, in units of 8 bytes
         self.offsets = array("I") if offsets is None else offsets
-        self.sizes = array("I") if sizes is None else sizes
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes] | None = None
         self.tail = header.data_offset if end is None else end
         self.flushed = 0 if end is None else end
 
-    def append(self, column: Column) -> None:
-        """Take entries; `flush` writes them. Raises InvariantError over the file's capacity."""
-        if len(self.offsets) + len(column.payloads) > self.header.capacity:
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self._backing.path_of(self.header)
+
+    def _opened(self, *, create: bool = False) -> Opened:
+        return self._backing.descriptors.get(
+            self.header.nonce, lambda: self._backing.path_of(self.header), create=create
+        )
+
+    def append(self, column: Column) -> int:
+        """Take entries; `flush` writes them. Returns the bytes that they take, without headers.
+
+        Raises InvariantError over the file's capacity.
+        """
+        count = len(column.payloads)
+        if len(self.offsets) + count > self.header.capacity:
             raise InvariantError(f"{self.path} has places for {self.header.capacity} entries")
+        before = self.tail
         pieces, offsets, self.tail = pack_entries(
             self.header.nonce, self.tail, len(self.offsets), column
         )
-        self._pieces += pieces
+        if self._pieces is None:
+            self._pieces = pieces
+        else:
+            self._pieces += pieces
         base = self.header.data_offset
-        self.offsets.extend([(offset - base) // 8 for offset in offsets])
-        self.sizes.extend(map(len, column.payloads))
+        self.offsets.extend([(offset - base) // ALIGN for offset in offsets])
         self._backing.unwritten[self.header.nonce] = self
+        return self.tail - before - count * ENTRY_HEADER_BYTES
 
-    def flush(self) -> None:
-        """Write what was taken, and the header before the first of it."""
-        if not self._pieces:
-            return
-        backing = self._backing
-        if not self.flushed:
+    def payload_bytes(self, place: int) -> int:
+        """What the payload of an entry takes in the file, with its padding.
+
+        Damage that lies behind the entry counts as its own.
+        """
+        return self._span(place) - ENTRY_HEADER_BYTES
+
+    def begin_of(self, place: int) -> int:
+        """The offset at which an entry begins."""
+        return self.header.data_offset + ALIGN * self.offsets[place]
+
+    def end_of(self, place: int) -> int:
+        """The offset at which what follows an entry begins."""
+        # Places that were lost have an offset of 0.
+        behind = next((offset for offset in islice(self.offsets, place + 1, None) if offset), None)
+        return self.tail if behind is None else self.header.data_offset + ALIGN * behind
+
+    def _span(self, place: int) -> int:
+        return self.end_of(place) - self.begin_of(place)
+
+    def flush(self) -> int:
+        """Write what was taken, and the header before the first of it.
+
+        Returns about how many system calls that took.
+        """
+        if self._pieces is None:
+            return 0
+        backing, before = self._backing, self.flushed
+        if not before:
             backing.files.make_directory(self.path.parent)
-            descriptor = backing.descriptors.get(self.path, create=True)
-            backing.files.write(self.path, descriptor, [pack_header(self.header)], 0)
+            path, descriptor = self._opened(create=True)
+            backing.files.write(path, descriptor, [pack_header(self.header)], 0)
             self.flushed = self.header.data_offset
-        descriptor = backing.descriptors.get(self.path)
-        before = self.flushed
-        self.flushed = backing.files.write(self.path, descriptor, self._pieces, self.flushed)
-        self._pieces = []
+        path, descriptor = self._opened()
+        self.flushed = backing.files.write(path, descriptor, self._pieces, self.flushed)
+        self._pieces = None
         backing.unwritten.pop(self.header.nonce, None)
         if self.header.kind == ITEMS:
+            backing.segment_files += not before
             backing.segment_bytes += self.flushed - before
         backing.dirty = True
+        return 1 if before else NEW_FILE_CALLS
 
     def entry(self, place: int) -> tuple[Entry, bytes]:
         """(the entry, its payload). Raises StorageError where it is damaged."""
-        offset = self.header.data_offset + 8 * self.offsets[place]
-        size = ENTRY_HEADER_BYTES + self.sizes[place]
-        descriptor = self._backing.descriptors.get(self.path)
-        block = self._backing.files.read(self.path, descriptor, size, offset)
+        offset = self.begin_of(place)
+        path, descriptor = self._opened()
+        block = self._backing.files.read(path, descriptor, self._span(place), offset)
         try:
             entry = read_entry(self.header.nonce, offset, block)
             return entry, payload_of(self.header.nonce, entry, block)
         except StorageError as error:
-            raise StorageError(f"{self.path}: entry {place}: {error}") from None
+            raise StorageError(f"{path}: entry {place}: {error}") from None
 
     def entries(self) -> list[Entry]:
         """All of them, read from the file; payloads are not looked at."""
-        descriptor = self._backing.descriptors.get(self.path)
+        path, descriptor = self._opened()
         start = self.header.data_offset
-        data = self._backing.files.read(self.path, descriptor, self.flushed - start, start)
+        data = self._backing.files.read(path, descriptor, self.flushed - start, start)
         found = scan(self.header, data, payloads=False)
         return [entry for entry in found if isinstance(entry, Entry)]
 
+    def words(self) -> Sequence[int]:
+        """The state word of every place, read from the file."""
+        path, descriptor = self._opened()
+        size = self.header.data_offset - HEADER_BYTES
+        return words_of(self._backing.files.read(path, descriptor, size, HEADER_BYTES))[0]
+
+    def punch(self, begin: int, end: int) -> None:
+        """Give the bytes between two offsets back to the disk."""
+        path, descriptor = self._opened()
+        self._backing.files.punch(path, descriptor, begin, end - begin)
+
     def write_word(self, place: int, word: int, attempts: int) -> None:
         """Set the state word and the attempts of one entry, in place."""
-        descriptor = self._backing.descriptors.get(self.path)
+        path, descriptor = self._opened()
         data = struct.pack("<II", word, attempts)
-        self._backing.files.write(self.path, descriptor, [data], word_offset(place))
+        self._backing.files.write(path, descriptor, [data], word_offset(place))
         self._backing.dirty = True
 
     def write_tombstones(self, places: list[int], word: int = TOMBSTONE_WORD) -> None:
         """The same state word for `places`, one write for each run of neighbours."""
-        descriptor = self._backing.descriptors.get(self.path)
+        path, descriptor = self._opened()
         pair = struct.pack("<II", word, 0)
         places.sort()
         start = 0
         for k in range(1, len(places) + 1):
             if k == len(places) or places[k] != places[k - 1] + 1:
                 data = pair * (k - start)
-                offset = word_offset(places[start])
-                self._backing.files.write(self.path, descriptor, [data], offset)
+                self._backing.files.write(path, descriptor, [data], word_offset(places[start]))
                 start = k
         self._backing.dirty = True

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zfabric.lanes import LANES_MAX
-from zfabric.ledger import BATCH_COST_TOKENS, HEALTHY_WASTE_MAX, HIGH_PRESSURE_MIN, NOISY_SHARE_MAX
+from zfabric.ledger import HEALTHY_WASTE_MAX, HIGH_PRESSURE_MIN, NOISY_SHARE_MAX
+from zfabric.packing import BATCH_COST_TOKENS
 
 Status = Mapping[str, Any]
 # A batch emptier than this wastes its turn whatever its padding: low waste can be bought with it.

@@ -28,10 +28,11 @@ from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
+from zfabric.queues import LaneQueue, Take
 from zfabric.recent import Recent
 from zfabric.segments import Append
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, LaneQueue, Store, Take
+from zfabric.store import ENTRY_BITS, Store
 
 # Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
 IDLE_SHAPES_MAX = 4_096
@@ -106,8 +107,12 @@ class Fabric:
         if model is None:
             if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
-            model = self.models[name] = Model(name, Draining(self.limits))
+            chain_of = self._chain_of if self.config.next_shape == "affinity" else None
+            model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
+
+    def _chain_of(self, number: int) -> tuple[int, ...]:
+        return self.groups[number].shape.components
 
     def _drop_idle_model(self) -> bool:
         """Forget the oldest model that has neither work nor workers; whether there was one."""
@@ -181,18 +186,18 @@ class Fabric:
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:
-        """Payload bytes that may still be taken in.
+        """Payload bytes that may still be taken into memory; a disk has limits of its own.
 
         Results and dead records count up to half of the limit, so that one producer that reads
         nothing cannot shut out the others.
         """
         limit = self.config.max_bytes
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
-        return limit - unread - self.store.payload_bytes
+        return limit - unread - self.store.memory_bytes
 
     def held_bytes(self) -> int:
-        """Payload bytes in the broker: items, results, dead records."""
-        return self.store.payload_bytes + self.outbox_bytes + self.dead.payload_bytes
+        """Payload bytes in memory: items of a memory store, results, dead records."""
+        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -225,7 +230,6 @@ class Fabric:
         producer.outstanding += items
         producer.accepted_items += items
         producer.accepted_tokens += tokens
-        self.flow.accept(items, tokens)
 
     @property
     def _is_fifo(self) -> bool:
@@ -285,17 +289,19 @@ class Fabric:
         self.dead.next_id = next_dead
         self.retries.update(retries)
 
-    def publish(self, now: float) -> bool:
+    def publish(self, now: float, writes_max: int | None = None) -> bool:
         """Make stored items ready; returns whether there were any."""
-        sums: dict[int, tuple[int, int]] = {}
-        for queue, items, tokens in self.store.publish():
+        rows: dict[int, list[tuple[int, int, int]]] = {}
+        for queue, items, tokens in self.store.publish(writes_max):
+            rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
+        for number, lanes in rows.items():
+            group = self.groups[number]
             # An arrival never finds its lane quiescing: such a lane takes no new items.
-            self.groups[queue.group].order.added(queue.lane, items, tokens, now)
-            before = sums.get(queue.group, (0, 0))
-            sums[queue.group] = (before[0] + items, before[1] + tokens)
-        for number, (items, tokens) in sums.items():
-            self._readied(self.groups[number], items, tokens, now)
-        return bool(sums)
+            group.order.added_rows(lanes, now)
+            _, items_of, tokens_of = zip(*lanes, strict=True)
+            self.flow.accept(sum(items_of), sum(tokens_of))
+            self._readied(group, sum(items_of), sum(tokens_of), now)
+        return bool(rows)
 
     @staticmethod
     def _readied(group: Group, items: int, tokens: int, now: float) -> None:

@@ -18,9 +18,9 @@ be on the device then, the number stays. Only this module orders writes.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,23 +31,20 @@ from urllib.parse import quote
 import xxhash
 
 from zfabric import catalog as catalogs
+from zfabric.diskroom import DiskRoom
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
+from zfabric.filesegment import FileSegment
 from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
+from zfabric.pins import Hole, Pins
 from zfabric.protocol import NUMBER_MAX
 from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Column, Header
-from zfabric.segments import Append, Row, Segment, Window
+from zfabric.segments import Segment, Window
 
 if TYPE_CHECKING:
-    from zfabric.store import LaneQueue
+    from zfabric.queues import LaneQueue
 
-# Free space is looked at this often, and intake stops under the low-water mark, so that running
-# into the end of the disk is the exception. The reserve is given up then: results need room.
-SPACE_CHECK_S = 0.25
-MIN_FREE_BYTES = 64 * 1024 * 1024
-RESERVE_BYTES = 16 * 1024 * 1024
-RESERVE = "reserve"
 CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "catalog.log",
     "lock",
@@ -59,95 +56,13 @@ CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
 NAME_CHARS_MAX = 180
 
 
+@functools.lru_cache(maxsize=4_096)
 def encoded(name: str) -> str:
     """A name as one path component: percent-encoded, bounded, never `.` or `..`."""
     safe = quote(name, safe="").replace(".", "%2E")
     if len(safe) <= NAME_CHARS_MAX:
         return safe
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
-
-
-class FileSegment:
-    """A lane's segment on disk: cursors here, bytes in its file."""
-
-    __slots__ = (
-        "_backing", "boundary", "counts", "cursor", "deleted", "done_ahead", "file", "lengths",
-        "nonce", "queue", "slot", "states", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, slot: int, queue: LaneQueue, backing: FileBacking, file: SegmentFile
-    ) -> None:
-        self.slot = slot
-        self.nonce = file.header.nonce
-        self.queue = queue
-        self.file = file
-        self._backing = backing
-        self.lengths = array("I")
-        self.states = bytearray()
-        self.boundary = 0
-        self.cursor = 0
-        self.deleted = 0
-        self.done_ahead = 0
-        self.tokens = 0
-        # (items, tokens) that ended other than completed, by state word
-        self.counts: dict[int, tuple[int, int]] = {}
-
-    def extend(self, items: Append, now: float) -> None:
-        """See Segment."""
-        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
-        self.file.append(
-            Column(
-                items.lengths,
-                items.producer,
-                items.numbers,
-                items.gaps or [1] * len(items.lengths),
-                when_us,
-                self._backing.window,
-                items.targets,
-                items.tags,
-                items.payloads,
-            )
-        )
-        self.lengths.extend(items.lengths)
-        self.states.extend(bytes(len(items.lengths)))
-        self.tokens += sum(items.lengths)
-
-    def flush(self) -> None:
-        """See Segment."""
-        self.file.flush()
-
-    def read(self, entry: int) -> Row:
-        """See Segment."""
-        found, payload = self.file.entry(entry)
-        enqueued_s = found.when_us / 1e6 - self._backing.wall_offset_s
-        return Row(found.owner, found.number, found.target, found.tag, enqueued_s, payload)
-
-    def enqueued_s(self, entry: int) -> float:
-        """See Segment."""
-        return self.read(entry).enqueued_s
-
-    def tombstone(self, entry: int, *, dead: bool) -> int:
-        """See Segment; written when the result it speaks of is durable."""
-        if dead:
-            self.count(DEAD_WORD, self.lengths[entry])
-            self._backing.owe_word(self.file, entry, DEAD_WORD)
-        else:
-            self._backing.owe_tombstone(self.file, entry)
-        return self.file.sizes[entry]
-
-    def count(self, word: int, tokens: int) -> None:
-        """An entry ended, and not completed."""
-        items, before = self.counts.get(word, (0, 0))
-        self.counts[word] = (items + 1, before + tokens)
-
-    def set_attempts(self, entry: int, attempts: int) -> None:
-        """See Segment."""
-        self.file.write_word(entry, 0, attempts)
-
-    def drop(self) -> None:
-        """See Segment."""
-        self._backing.owe_retirement(self)
 
 
 @dataclass(slots=True)
@@ -191,12 +106,11 @@ class FileBacking:
         self._floors: dict[int, tuple[int, int]] = {}
         self._owed_floors: dict[int, tuple[int, int]] = {}
         self.syncs = 0
-        self.min_free_bytes = MIN_FREE_BYTES
-        self.max_disk_bytes: int | None = None
+        # files of items that have been written, and their bytes
+        self.segment_files = 0
         self.segment_bytes = 0
-        self._space_checked_s = -SPACE_CHECK_S
-        self._no_space: str | None = None
-        self.reserved = False
+        self.room = DiskRoom(files)
+        self.pins = Pins()
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -213,7 +127,7 @@ class FileBacking:
             self.segment_items_max,
             time.time(),
         )
-        return FileSegment(slot, queue, self, SegmentFile(self, self.path_of(header), header))
+        return FileSegment(slot, queue, self, SegmentFile(self, header))
 
     def path_of(self, header: Header) -> Path:
         """Where the file with this header belongs."""
@@ -247,7 +161,7 @@ class FileBacking:
         if file is None or len(file.offsets) >= file.header.capacity or seq != following:
             capacity, nonce = self.segment_items_max, secrets.randbits(64)
             header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
-            file = SegmentFile(self, self.path_of(header), header)
+            file = SegmentFile(self, header)
             kept.append(ResultFile(file, seq))
         gap = result.gap if result.retry_of is None else result.retry_of
         payloads = (result.payload,)
@@ -290,7 +204,7 @@ class FileBacking:
     def rewrite_catalog(self, nonces: Iterable[int]) -> None:
         """Replace the log by one that says the same in few records. Not while a window is open."""
         fresh = self._log_path.with_suffix(".new")
-        self.descriptors.forget(self._log_path)
+        self.descriptors.forget(CATALOG)
         self.files.unlink(fresh)
         self.catalog.window = self.window
         descriptor = self.files.open(fresh, create=True)
@@ -307,39 +221,35 @@ class FileBacking:
     # -- room ---------------------------------------------------------------------------------
 
     def full(self, now: float) -> str | None:
-        """See Backing: under the low-water mark, or over what this store may use."""
-        if now >= self._space_checked_s + SPACE_CHECK_S:
-            self._space_checked_s = now
-            free = self.files.free_bytes()
-            self._no_space = None
-            if free < self.min_free_bytes:
-                self._no_space = f"{free} bytes are free, {self.min_free_bytes} are kept back"
-                self._give_up_reserve()
-            elif self.max_disk_bytes is not None and self.disk_bytes() >= self.max_disk_bytes:
-                self._no_space = f"the store uses the {self.max_disk_bytes} bytes that it may"
-            else:
-                self._take_reserve()
-        return self._no_space
+        """See Backing."""
+        return self.room.refusal(now, self.disk_bytes)
 
-    def _reserve_path(self) -> Path:
-        return self.root / RESERVE
-
-    def _take_reserve(self) -> None:
-        """Keep room for results on a disk that others may fill."""
-        if not self.reserved:
-            self.files.reserve(self._reserve_path(), RESERVE_BYTES)
-            self.reserved = True
-
-    def _give_up_reserve(self) -> None:
-        if self.reserved:
-            self.files.unlink(self._reserve_path())
-            self.reserved = False
+    def count_file(self, segment: FileSegment, sign: int = 1) -> None:
+        """The file of a segment is there, or with -1 gone."""
+        if segment.file.flushed:
+            holes = sum(hole.end - hole.begin for hole in segment.holes or ())
+            self.segment_files += sign
+            self.segment_bytes += sign * (segment.file.flushed - holes)
 
     def disk_bytes(self) -> int:
         """Bytes of all segment and result files, as far as they were written."""
         return self.segment_bytes + sum(
             kept.file.flushed for files in self.results.values() for kept in files
         )
+
+    def usage(self) -> dict[str, Any] | None:
+        """See Backing."""
+        return {
+            "disk_bytes": self.disk_bytes(),
+            "disk_bytes_limit": self.room.max_disk_bytes,
+            "disk_min_free_bytes": self.room.min_free_bytes,
+            "segment_files": self.segment_files,
+            "segment_bytes": self.segment_bytes,
+        }
+
+    def upkeep(self, now: float) -> None:
+        """See Backing."""
+        self._open_window.holes += self.pins.due(now)
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -353,8 +263,8 @@ class FileBacking:
             self._log = []
 
     def _append_log(self, records: list[bytes]) -> None:
-        descriptor = self.descriptors.get(self._log_path)
-        self._log_end = self.files.write(self._log_path, descriptor, records, self._log_end)
+        path, descriptor = self.descriptors.get(CATALOG, lambda: self._log_path)
+        self._log_end = self.files.write(path, descriptor, records, self._log_end)
         self.dirty = True
 
     @property
@@ -380,7 +290,8 @@ class FileBacking:
         else:
             window.floors, self._owed_floors = self._owed_floors, {}
         self.dirty = False
-        if self.durability == "fsync":
+        if self.durability == "fsync" and not window.partial:
+            # What is left carries this number, and must not look older than what is safe.
             self.window += 1
         return window
 
@@ -398,7 +309,11 @@ class FileBacking:
         except NoSpace:
             following.absorb(window)
             return
-        if window.retired or window.finished:
+        if window.partial:
+            # The floors do not cover the numbers of all that is in a file.
+            following.holes += window.holes
+            window.holes.clear()
+        if window.retired or window.finished or window.holes:
             # A file may only go when the catalog says what its entries had shown.
             for owner, (upto, seq) in self._floors.items():
                 self.record(t="floor", i=owner, upto=upto, seq=seq)
@@ -406,7 +321,9 @@ class FileBacking:
         for file in (*(s.file for s in window.retired), *(kept.file for kept in window.finished)):
             if window.partial:
                 self._record_numbers(file)
-            following.unlink.append(file.path)
+            following.unlink.append(file)
+        for segment, holes in window.holes:
+            self._record_holes(segment, holes, following)
         for segment in window.retired:
             self._record_retired(segment)
         self._log += [catalogs.pack(fields) for fields in window.later]
@@ -415,12 +332,17 @@ class FileBacking:
     def _mark(self, window: Window) -> None:
         """Unlink and mark what is over; what is done is no longer in the window."""
         while window.unlink:
-            path = window.unlink[-1]
-            self.descriptors.forget(path)
+            file = window.unlink[-1]
+            path = file.path
+            self.descriptors.forget(file.header.nonce)
             self.files.unlink(path)
             self.files.remove_empty(path.parent)
             self.files.remove_empty(path.parent.parent)
             window.unlink.pop()
+        while window.punches:
+            file, begin, end = window.punches.pop()
+            if file.header.nonce not in self.catalog.retired:
+                file.punch(begin, end)
         for nonce, (file, places) in list(window.tombstones.items()):
             file.write_tombstones(places)
             del window.tombstones[nonce]
@@ -433,8 +355,24 @@ class FileBacking:
             kept.file.write_tombstones(places)
             window.freed.pop()
 
+    def _record_holes(self, segment: FileSegment, holes: list[Hole], following: Window) -> None:
+        """Keep what entries say of themselves whose bytes are about to go."""
+        if segment.deleted == len(segment.states):
+            return
+        words, lengths = segment.file.words(), segment.lengths
+        for hole in holes:
+            counts: dict[int, tuple[int, int]] = {}
+            for place in range(hole.first, hole.stop):
+                items, tokens = counts.get(words[place], (0, 0))
+                counts[words[place]] = (items + 1, tokens + lengths[place])
+            ended = [[word, items, tokens] for word, (items, tokens) in counts.items()]
+            self.record(t="hole", nonce=segment.nonce, hole=list(hole), ended=ended)
+            following.punches.append((segment.file, hole.begin, hole.end))
+            self.segment_bytes -= hole.end - hole.begin
+        segment.holes = (segment.holes or []) + holes
+
     def _record_retired(self, segment: FileSegment) -> None:
-        counts = segment.counts
+        counts = segment.counts or {}
         dead, quarantined = counts.get(DEAD_WORD, (0, 0)), counts.get(QUARANTINED_WORD, (0, 0))
         self.record(
             t="retired",
@@ -446,7 +384,7 @@ class FileBacking:
             quarantined_items=quarantined[0],
             quarantined_tokens=quarantined[1],
         )
-        self.segment_bytes -= segment.file.flushed - segment.file.header.data_offset
+        self.count_file(segment, -1)
 
     def _record_numbers(self, file: SegmentFile) -> None:
         """Keep the numbers of a file that goes before its producers' floors may cover them."""

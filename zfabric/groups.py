@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from zfabric.draining import Draining, DrainLimits, LaneDraining
 from zfabric.lanes import Lanes
+from zfabric.queues import LaneQueue
 from zfabric.shapes import Shape
-from zfabric.store import LaneQueue
 
 
 class LanePadding:
@@ -53,7 +53,7 @@ class Group:
         "accepted_items", "accepted_tokens", "batches", "completed_items", "id", "lane_padding",
         "lanes", "model", "oldest_s", "order", "outstanding", "padded_tokens", "pending_items",
         "queues", "ready_items", "ready_tokens", "real_tokens", "shape", "shape_numbers", "shapes",
-        "signature",
+        "signature", "sweep_below",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,8 @@ class Group:
         self.lanes = lanes
         self.order = LaneDraining(limits)
         self.queues: dict[int, LaneQueue] = {}
+        # tokens: group packing goes on with the lanes below this target; None is with all
+        self.sweep_below: int | None = None
         self.outstanding = 0
         self.ready_items = 0
         self.ready_tokens = 0

@@ -17,6 +17,7 @@ from zfabric.catalog import Catalog
 from zfabric.entryfiles import SegmentFile
 from zfabric.errors import StorageError
 from zfabric.outbox import Stored, error_payload
+from zfabric.pins import Hole
 from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX, Status
 from zfabric.scanning import Scanned
 from zfabric.segment import (
@@ -28,6 +29,7 @@ from zfabric.segment import (
     VOID_WORD,
     Damage,
     Header,
+    aligned,
 )
 from zfabric.segments import LIVE, TOMBSTONE
 
@@ -65,6 +67,9 @@ class FoundSegment:
     owners: array[int]
     # (items, tokens) of what is over, by state word
     counts: dict[int, tuple[int, int]]
+    # runs of entries whose bytes were given back, and the tokens that their items had
+    holes: list[Hole]
+    hole_tokens: int
 
 
 @dataclass(slots=True)
@@ -137,6 +142,8 @@ class Judge:
             damage = readable.get(place)
             word = file.words[place]
             if word == VOID_WORD or (damage is None and file.numbers[place]):
+                continue
+            if file.is_hole(place):
                 continue
             entry = damage.entry if damage is not None else None
             window = entry.window if entry is not None else _window_after(file, place)
@@ -276,15 +283,26 @@ class Judge:
             0,
             file.owners,
             {},
+            file.holes,
+            sum(tokens for _, _, tokens in file.ended),
         )
+        for word, items, tokens in file.ended:
+            before = found.counts.get(word, (0, 0))
+            found.counts[word] = (before[0] + items, before[1] + tokens)
+        patchy = bool(file.damages or file.holes)
         for place in range(file.places):
+            if file.is_hole(place):
+                continue
             number = file.numbers[place]
             word = file.words[place]
             if word == LIVE_WORD:
                 word = self._end_of(found, file, place, number, lost)
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
-                    found.live_bytes += file.sizes[place]
+                    if patchy:
+                        found.live_bytes += found.file.payload_bytes(place)
+                    else:
+                        found.live_bytes += aligned(file.sizes[place])
                     if file.attempts[place]:
                         found.attempts[place] = file.attempts[place]
             if word == VOID_WORD:
@@ -414,7 +432,7 @@ class Judge:
             if before > upto and (not safe or number in floor.above):
                 above.add(number)
                 continue
-            if before > upto:
+            if before > upto and not self._catalog.salvaged:
                 # Something was accepted before it, and no file has it.
                 missing = self._miss(producer, upto, before, above) or missing
             upto = number

@@ -15,7 +15,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from math import isqrt
+from operator import ge
 from typing import NamedTuple
 
 from zfabric.errors import ConfigError, InvariantError
@@ -37,6 +41,13 @@ OPEN_ALWAYS_TOKENS = 128
 QUIESCE_ITEMS = 4
 # Seconds without a new item after which a lane counts as idle.
 QUIESCE_AFTER_S = 5.0
+
+# Lanes for each item of a message up to which a list to search is worth making: a search of a list
+# saves some 100 ns over one of an array, and the copy takes some 20 ns a lane.
+LIST_PAYS_LANES = 4
+
+# Items of a message for each lane from which its runs are worth looking for, three searches each.
+RUNS_PAY_ITEMS = 4
 
 # Why an item may be padded, fixed when it is assigned; the waste ledger adds up by these.
 TAG_THRESHOLD = 0  # within the moving threshold, or it opened its lane
@@ -74,7 +85,6 @@ class Lanes:
         "_ids",
         "_outstanding",
         "_quiescing",
-        "_target_of",
         "_targets",
         "_touched",
         "_used",
@@ -96,13 +106,13 @@ class Lanes:
         self._targets = array("I")
         self._ids = array("H")
         # Columns by lane id, as long as the highest id in use needs.
-        self._target_of = array("I")
         self._outstanding = array("I")
         self._touched = array("d")
-        # Bit n is lane id n. The lowest clear bit of `_used` is the lowest free id and its length
-        # is what the columns need, so that the free list costs 256 bytes and no bookkeeping.
+        # Bit n is lane id n in use. The lowest clear bit is the lowest free id and its length is
+        # what the columns need, so that the free list costs 256 bytes and no bookkeeping.
         self._used = 0
-        self._quiescing = 0
+        # Of lanes that have left the search list: the target that each had then, by id.
+        self._quiescing: dict[int, int] = {}
 
     @property
     def lanes_active(self) -> int:
@@ -124,60 +134,87 @@ class Lanes:
 
         The first target >= length is compared with its lower neighbour on waste fraction; since
         taking an item raises the lower lane to the item's length, a fraction is always gap over
-        target after. A tie goes to the upper lane, which need not grow.
+        target after, and the lower one is less exactly where length < sqrt(target x lower target).
+        A tie goes to the upper lane, which need not grow. In a message sorted from the longest
+        down, all items down to where the answer would change join in one step.
 
         Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
         """
         if lengths and not 0 <= min(lengths) <= max(lengths) <= TOKENS_MAX:
             raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
-        targets, ids, target_of = self._targets, self._ids, self._target_of
-        outstanding, touched = self._outstanding, self._touched
-        assigned = lane_ids, targets_after, tags = Assigned([], [], bytearray())
+        assigned = Assigned([], [], bytearray(len(lengths)))
+        lanes = len(self._ids)
+        # A list is searched faster than an array, but has to be made and written back.
+        if len(lengths) * LIST_PAYS_LANES < lanes:
+            self._place(lengths, self._targets, assigned)
+        else:
+            targets = self._targets.tolist()
+            self._place(lengths, targets, assigned)
+            self._targets = array("I", targets)
+        self._note(assigned, opened=len(self._ids) - lanes, now=now)
+        return assigned
+
+    def _place(
+        self, lengths: Sequence[int], targets: array[int] | list[int], assigned: Assigned
+    ) -> None:
+        """The rule of `assign`; fills the columns and changes the targets."""
+        ids, lanes, find = self._ids, len(self._ids), bisect_left
+        lane_ids, targets_after, tags = assigned
         # gap / target > threshold, multiplied out: gap * scale > target * allowance.
         limit = self.lanes_limit
         room = max(0, limit - self.lanes_active)
-        scale = 100 * limit
-        allowance = _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
-        opened, lanes = 0, len(targets)
-        for length in lengths:
-            above = position = bisect_left(targets, length)
+        scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
+        rising = None if len(lengths) < RUNS_PAY_ITEMS * lanes else _if_descending(lengths)
+        coming = iter(lengths)
+        for length in coming:
+            position = above = find(targets, length)
             if above < lanes:
                 target = targets[above]
                 gap = target - length
-                # Where the gap below is not smaller, its fraction cannot be either.
-                below = length - targets[above - 1] if above else gap
-                if gap > below and gap * length > below * target:
-                    position, target, gap = above - 1, length, below
+                # (target - length) / target > (length - below) / length, multiplied out.
+                if gap and above and length * length < target * targets[above - 1]:
+                    position, target, gap = above - 1, length, length - targets[above - 1]
             elif above:
                 position, target, gap = above - 1, length, length - targets[above - 1]
             else:
                 target, gap = length, OPEN_ALWAYS_TOKENS + 1
-            if gap * scale <= target * allowance and gap <= OPEN_ALWAYS_TOKENS:
-                tag = TAG_THRESHOLD
-            elif gap < OPEN_FLOOR_TOKENS:
-                tag = TAG_FLOOR
-            elif room:
-                self._open(above, length)
-                position, target, tag = above, length, TAG_THRESHOLD
-                room -= 1
-                opened += 1
-                lanes += 1
-                allowance += _SPAN_PERCENT
-            else:
-                tag = TAG_FORCED
-            lane = ids[position]
+            if gap * scale > target * allowance or gap > OPEN_ALWAYS_TOKENS:
+                if gap < OPEN_FLOOR_TOKENS:
+                    tags[len(lane_ids)] = TAG_FLOOR
+                elif room:
+                    position, target = above, length
+                    ids.insert(above, self._claim())
+                    targets.insert(above, length)
+                    room -= 1
+                    lanes += 1
+                    allowance += _SPAN_PERCENT
+                else:
+                    tags[len(lane_ids)] = TAG_FORCED
             if position < above:
-                targets[position] = target_of[lane] = length
-            outstanding[lane] += 1
-            touched[lane] = now
-            lane_ids.append(lane)
+                targets[position] = length
+            elif rising is not None:
+                tag, left = tags[len(lane_ids)], len(lengths) - len(lane_ids)
+                below = targets[above - 1] if above else None
+                lowest = _lowest(target, below, tag, target * allowance // scale)
+                if skip := left - 1 - find(rising, lowest, 0, left - 1):
+                    tags[len(lane_ids) : len(lane_ids) + skip] = bytes((tag,)) * skip
+                    lane_ids += [ids[position]] * skip
+                    targets_after += [target] * skip
+                    tags[len(lane_ids)] = tag
+                    next(islice(coming, skip, skip), None)
+            lane_ids.append(ids[position])
             targets_after.append(target)
-            tags.append(tag)
-        forced = tags.count(TAG_FORCED)
+
+    def _note(self, assigned: Assigned, opened: int, now: float) -> None:
+        """Count what was assigned, a lane at a time."""
+        outstanding, touched = self._outstanding, self._touched
+        for lane, items in Counter(assigned.lane_ids).items():
+            outstanding[lane] += items
+            touched[lane] = now
+        forced = assigned.tags.count(TAG_FORCED)
         self.opened_total += opened
         self.forced_total += forced
-        self.reused_total += len(lane_ids) - opened - forced
-        return assigned
+        self.reused_total += len(assigned.lane_ids) - opened - forced
 
     def removed(self, lane_id: int, count: int) -> bool:
         """`count` items of the lane are gone for good; True if its id became free now.
@@ -189,7 +226,7 @@ class Lanes:
         self._outstanding[lane_id] -= count
         if self._outstanding[lane_id] or not self.is_quiescing(lane_id):
             return False
-        self._free(1 << lane_id)
+        self._free((lane_id,))
         return True
 
     def maintain(self, now: float) -> list[int]:
@@ -207,12 +244,13 @@ class Lanes:
             # With no id free, an item must still find a lane to be forced into: keep the longest.
             idle.pop()
         gone = set(idle)
+        targets = dict(zip(self._ids, self._targets, strict=True))
         self._ids = array("H", [lane for lane in self._ids if lane not in gone])
-        self._targets = array("I", [self._target_of[lane] for lane in self._ids])
-        quiescing = [lane for lane in idle if outstanding[lane]]
-        self._quiescing |= _bits(quiescing)
-        self._free(_bits(gone.difference(quiescing)))
-        return quiescing
+        self._targets = array("I", [targets[lane] for lane in self._ids])
+        quiescing = {lane: targets[lane] for lane in idle if outstanding[lane]}
+        self._quiescing |= quiescing
+        self._free(gone.difference(quiescing))
+        return list(quiescing)
 
     def restore(self, lane_id: int, target: int, outstanding: int, now: float) -> None:
         """Reopen a lane that the store still holds items of, as it was before a restart.
@@ -225,51 +263,83 @@ class Lanes:
         if not 0 <= target <= TOKENS_MAX or outstanding < 1:
             raise InvariantError(f"lane {lane_id} cannot hold {outstanding} items up to {target}")
         position = bisect_left(self._targets, target)
-        self._claim(lane_id, position, target)
+        self._claim(lane_id)
+        self._targets.insert(position, target)
+        self._ids.insert(position, lane_id)
         self._outstanding[lane_id] = outstanding
         self._touched[lane_id] = now
 
     def is_quiescing(self, lane_id: int) -> bool:
         """Whether the lane left the search list and waits for its last items."""
-        return bool(self._quiescing >> lane_id & 1)
+        return lane_id in self._quiescing
 
     def descending(self) -> Iterator[int]:
         """Ids by descending target, quiescing lanes first; assign nothing while iterating."""
-        quiescing = filter(self.is_quiescing, range(self._quiescing.bit_length()))
-        yield from sorted(quiescing, key=lambda lane: (-self._target_of[lane], lane))
+        quiescing = self._quiescing
+        yield from sorted(quiescing, key=lambda lane: (-quiescing[lane], lane))
         yield from reversed(self._ids)
+
+    def below(self, target: int | None = None) -> Iterator[tuple[int, int]]:
+        """(id, target) of the open lanes below `target`, descending; assign nothing meanwhile."""
+        targets, ids = self._targets, self._ids
+        stop = len(targets) if target is None else bisect_left(targets, target)
+        return zip(reversed(ids[:stop]), reversed(targets[:stop]), strict=True)
+
+    def target(self, lane_id: int) -> int:
+        """The target of a lane in use, in tokens. Raises InvariantError if it is free."""
+        if lane_id in self._quiescing:
+            return self._quiescing[lane_id]
+        if not self._used >> lane_id & 1:
+            raise InvariantError(f"lane {lane_id} is free and has no target")
+        return self._targets[self._ids.index(lane_id)]
 
     def rows(self) -> list[LaneRow]:
         """Every lane in use, by id."""
+        targets = dict(zip(self._ids, self._targets, strict=True)) | self._quiescing
         return [
-            LaneRow(lane, self._target_of[lane], self._outstanding[lane], self.is_quiescing(lane))
-            for lane in range(self._used.bit_length())
-            if self._used >> lane & 1
+            LaneRow(lane, targets[lane], self._outstanding[lane], self.is_quiescing(lane))
+            for lane in sorted(targets)
         ]
 
-    def _open(self, position: int, target: int) -> None:
-        self._claim((~self._used & (self._used + 1)).bit_length() - 1, position, target)
-
-    def _claim(self, lane_id: int, position: int, target: int) -> None:
-        while len(self._target_of) <= lane_id:
-            self._target_of.append(0)
-            self._outstanding.append(0)
-            self._touched.append(0.0)
-        self._target_of[lane_id] = target
+    def _claim(self, lane_id: int | None = None) -> int:
+        """Take a free id, the lowest if none is named; its columns start at zero."""
+        if lane_id is None:
+            lane_id = (~self._used & (self._used + 1)).bit_length() - 1
+        missing = lane_id + 1 - len(self._outstanding)
+        if missing > 0:
+            self._outstanding.frombytes(bytes(missing * self._outstanding.itemsize))
+            self._touched.frombytes(bytes(missing * self._touched.itemsize))
         self._outstanding[lane_id] = 0
-        self._targets.insert(position, target)
-        self._ids.insert(position, lane_id)
         self._used |= 1 << lane_id
+        return lane_id
 
-    def _free(self, bits: int) -> None:
-        self._used &= ~bits
-        self._quiescing &= ~bits
+    def _free(self, lane_ids: Iterable[int]) -> None:
+        for lane_id in lane_ids:
+            self._used &= ~(1 << lane_id)
+            self._quiescing.pop(lane_id, None)
         size = self._used.bit_length()
-        del self._target_of[size:], self._outstanding[size:], self._touched[size:]
+        del self._outstanding[size:], self._touched[size:]
 
 
-def _bits(lane_ids: Iterable[int]) -> int:
-    bits = 0
-    for lane_id in lane_ids:
-        bits |= 1 << lane_id
-    return bits
+def _if_descending(lengths: Sequence[int]) -> list[int] | None:
+    """The lengths in ascending order if that is their reverse, else None."""
+    if not all(map(ge, lengths, islice(lengths, 1, None))):
+        return None
+    return list(reversed(lengths))
+
+
+def _lowest(target: int, below: int | None, tag: int, widest: int) -> int:
+    """The shortest length that joins a lane as a longer one with `tag` just did.
+
+    `below` is the target of its lower neighbour, `widest` the largest gap within the threshold.
+    """
+    if tag == TAG_THRESHOLD:
+        lowest = target - min(OPEN_ALWAYS_TOKENS, widest)
+    elif tag == TAG_FLOOR:
+        lowest = target - OPEN_FLOOR_TOKENS + 1
+    else:
+        lowest = 0
+    if below is None:
+        return lowest
+    # From the square root of target x below upwards, rounded up, the upper lane wastes less.
+    return max(lowest, isqrt(target * below - 1) + 1 if below else 1)

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
 from zfabric.lanes import TAG_FLOOR, TAG_FORCED, TAG_THRESHOLD
+from zfabric.packing import BATCH_COST_TOKENS
 
-# Tokens that a batch costs besides its own: launch and turnaround, as in the measured cost tables.
-BATCH_COST_TOKENS = 2_000
 # Waste ratio up to which nothing needs a name: 1.3% was measured at a backlog of 20,000.
 HEALTHY_WASTE_MAX = 0.02
 # Lane pressure from which the moving threshold (5.5% and more) is a cause of its own.
@@ -91,7 +90,7 @@ class Parts(NamedTuple):
     strict: int = 0
     # The lane's target has grown since the item was assigned to it.
     grown: int = 0
-    # Group packing put a longer lane beside it. Nothing books here until group packing exists.
+    # Group packing put a longer lane beside it: the longest of the batch - the longest of its lane.
     neighbour: int = 0
     # The lane budget was reached.
     forced: int = 0
@@ -118,14 +117,33 @@ class Padded(Protocol):
 class Waste:
     """The padding of the batches of one scope, by cause."""
 
-    __slots__ = ("_fill_sum", "batches", "padded_tokens", "parts", "real_tokens")
+    __slots__ = (
+        "_arrival", "_by_tag", "_fill_sum", "_grown", "_neighbour", "_rounding", "_strict",
+        "batches", "padded_tokens", "real_tokens",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.parts = Parts()
+        self._rounding = self._strict = self._grown = self._neighbour = self._arrival = 0
+        # by TAG_THRESHOLD, TAG_FLOOR, TAG_FORCED
+        self._by_tag = [0, 0, 0]
         self.real_tokens = 0
         self.padded_tokens = 0
         self.batches = 0
         self._fill_sum = 0.0
+
+    @property
+    def parts(self) -> Parts:
+        """The padding by cause, in tokens."""
+        return Parts(
+            rounding=self._rounding,
+            strict=self._strict,
+            grown=self._grown,
+            neighbour=self._neighbour,
+            forced=self._by_tag[TAG_FORCED],
+            threshold=self._by_tag[TAG_THRESHOLD],
+            floor=self._by_tag[TAG_FLOOR],
+            arrival=self._arrival,
+        )
 
     @property
     def waste_ratio(self) -> float:
@@ -157,12 +175,15 @@ class Waste:
         pad_to: int,
         *,
         fill: float,
+        runs: Sequence[int] = (),
     ) -> None:
         """Book one padded batch; `targets` and `tags` are None where no lanes took part.
 
-        The columns are those of `lanes.Assigned`, for the items of this batch. Per item, base =
+        The columns are those of `lanes.Assigned`, for the items of this batch. `runs` says how many
+        items of each lane it holds, in order, where they are of more than one. Per item, base =
         the longest of the queue (strict) or of the batch, rounding = pad_to - base, strict = base
-        - longest, grown = min(longest - length, max(0, longest - target)), the rest by tag.
+        - longest, neighbour = longest - the longest of its lane here, grown = min(that - length,
+        max(0, that - target)), the rest by tag.
         Raises InvariantError, changing nothing, if the columns or lengths contradict each other.
         """
         items = len(lengths)
@@ -171,32 +192,23 @@ class Waste:
             raise InvariantError(
                 f"a batch of {items} up to {longest}, base {base}, pad-to {pad_to}"
             )
+        if runs and (sum(runs) != items or min(runs) < 1):
+            raise InvariantError(f"runs of {list(runs)} items in a batch of {items}")
         real = sum(lengths)
-        grown = 0
-        by_tag = [0, 0, 0]
-        arrival = 0
         if targets is None and tags is None:
-            arrival = items * longest - real
+            self._arrival += items * longest - real
         elif targets is not None and tags is not None and len(targets) == items == len(tags):
-            for length, target, tag in zip(lengths, targets, tags, strict=True):
-                gap = longest - length
-                if longest > target:
-                    grew = longest - target if target > length else gap
-                    grown += grew
-                    gap -= grew
-                by_tag[tag] += gap
+            start = 0
+            for run in runs or (items,):
+                part = slice(start, start + run)
+                top = max(lengths[part])
+                self._neighbour += run * (longest - top)
+                self._grown += _split(lengths[part], targets[part], tags[part], top, self._by_tag)
+                start += run
         else:
             raise InvariantError(f"targets and tags do not match a batch of {items}")
-        self.parts = Parts(
-            rounding=self.parts.rounding + items * (pad_to - base),
-            strict=self.parts.strict + items * (base - longest),
-            grown=self.parts.grown + grown,
-            neighbour=self.parts.neighbour,
-            forced=self.parts.forced + by_tag[TAG_FORCED],
-            threshold=self.parts.threshold + by_tag[TAG_THRESHOLD],
-            floor=self.parts.floor + by_tag[TAG_FLOOR],
-            arrival=self.parts.arrival + arrival,
-        )
+        self._rounding += items * (pad_to - base)
+        self._strict += items * (base - longest)
         self.real_tokens += real
         self.padded_tokens += items * pad_to
         self.batches += 1
@@ -211,12 +223,31 @@ class Waste:
         self._fill_sum += fill
 
 
+def _split(
+    lengths: Sequence[int],
+    targets: Sequence[int],
+    tags: Sequence[int],
+    longest: int,
+    by_tag: list[int],
+) -> int:
+    """Share out the gaps up to `longest` of items of one lane; returns the tokens grown."""
+    grown = 0
+    for length, target, tag in zip(lengths, targets, tags, strict=True):
+        gap = longest - length
+        if longest > target:
+            grew = longest - target if target > length else gap
+            grown += grew
+            gap -= grew
+        by_tag[tag] += gap
+    return grown
+
+
 def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str:
     """One phrase that names what to look at; `shapes` are the rows that `waste` is the total of.
 
     healthy, one noisy shape, capacity (forced leads), tolerance (threshold leads, pressure high),
     growth, short prompts (floor and rounding lead), or, where lanes are not the cause at all,
-    strict packing, neighbours or arrival order.
+    strict packing or arrival order.
     """
     if waste.waste_ratio <= HEALTHY_WASTE_MAX:
         return "healthy"
@@ -233,8 +264,9 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str
         "arrival order": parts.arrival,
     }
     lead = max(leads, key=leads.__getitem__)
-    # With room for more lanes, waste within the threshold is what the rules were asked for.
-    if lead == "tolerance" and pressure < HIGH_PRESSURE_MIN:
+    # With room for more lanes, waste within the threshold is what the rules were asked for; and
+    # a neighbour joins a batch only where a batch of its own would have cost more.
+    if lead == "neighbours" or (lead == "tolerance" and pressure < HIGH_PRESSURE_MIN):
         return "healthy"
     return lead
 

@@ -15,12 +15,22 @@ from typing import Any
 from zfabric.errors import InvariantError
 from zfabric.fabric import Fabric
 from zfabric.groups import Group, Model
-from zfabric.packing import Packed, batch_fill, pack_ragged, pack_strict, pack_tight
+from zfabric.lanes import Lanes
+from zfabric.packing import (
+    Packed,
+    batch_fill,
+    pack_group,
+    pack_ragged,
+    pack_strict,
+    pack_tight,
+)
 from zfabric.peers import Worker
 from zfabric.pending import Batch
 from zfabric.protocol import Type, encode, packed
+from zfabric.queues import Columns, Take
 from zfabric.shapes import Contract, Shape
-from zfabric.store import ENTRY_MASK, Columns, Take
+from zfabric.store import ENTRY_MASK
+from zfabric.sweep import candidates, goes_on_below
 
 # Shapes that a worker's ideal hit ratio can tell apart, some 100 bytes each; beyond it is unknown.
 SIGNATURES_SEEN_MAX = 100_000
@@ -38,6 +48,8 @@ class Offer:
     lengths: list[int]
     packed: Packed | None
     frames: list[bytes]
+    # what `Group.sweep_below` is once this is sent
+    sweep_below: int | None
 
 
 class Offers:
@@ -85,7 +97,7 @@ class Offers:
         return None
 
     def _offer(self, worker: Worker, group: Group, now: float) -> Offer:
-        takes, padded = self._pack(worker.contract, group, now)
+        takes, padded, sweep_below = self._pack(worker.contract, group, now)
         refs = [ref for take in takes for ref in take.refs]
         lengths = [length for take in takes for length in take.lengths]
         if not refs:
@@ -104,25 +116,58 @@ class Offers:
             solo=takes[0].solo,
         )
         frames = _batch_frames(batch, group, columns, lengths, padded)
-        return Offer(worker, group, takes, batch, columns, lengths, padded, frames)
+        return Offer(worker, group, takes, batch, columns, lengths, padded, frames, sweep_below)
 
     def _pack(
         self, contract: Contract, group: Group, now: float
-    ) -> tuple[list[Take], Packed | None]:
-        store = self._fabric.store
+    ) -> tuple[list[Take], Packed | None, int | None]:
+        """Takes, the padded batch (None for a ragged one), and where a sweep goes on."""
+        store, packing, at = self._fabric.store, self._fabric.config.packing, group.sweep_below
+        if packing == "group" and group.lanes is not None and not contract.ragged:
+            return self._pack_group(contract, group, group.lanes, now)
         lane = group.order.choose(now)
         if lane is None:
             raise InvariantError(f"shape {group.id} counts as ready but no lane of it is")
         queue = group.queues[lane]
         take = store.peek(queue, contract.batch_items_max)
         if contract.ragged:
-            return (([take] if take.solo else self._pack_ragged(contract, group)), None)
-        if self._fabric.config.packing == "strict" and not take.solo:
+            return ([take] if take.solo else self._pack_ragged(contract, group)), None, at
+        if packing == "strict" and not take.solo:
             longest = store.longest(queue)
             packed_batch = pack_strict(take.lengths, queue.ready_items, longest, contract)
         else:
             packed_batch = pack_tight(take.lengths, contract)
-        return [take.keep(packed_batch.count)], packed_batch
+        return [take.keep(packed_batch.count)], packed_batch, at
+
+    def _pack_group(
+        self, contract: Contract, group: Group, lanes: Lanes, now: float
+    ) -> tuple[list[Take], Packed, int | None]:
+        """A batch of adjacent lanes (see `sweep`), and where the sweep goes on."""
+        rows, due = candidates(group.order, lanes, group.sweep_below, now)
+        seen: dict[int, tuple[int, Take]] = {}
+
+        def lengths() -> Iterator[tuple[int, Sequence[int]]]:
+            for lane, target in rows:
+                take = self._fabric.store.peek(group.queues[lane], contract.batch_items_max)
+                # An item that must go alone ends the batch before it, and begins the next one.
+                if take.solo and seen:
+                    return
+                seen[lane] = target, take
+                yield lane, take.lengths
+                if take.solo:
+                    return
+
+        taken, packed_batch = pack_group(lengths(), contract)
+        takes = [seen[lane][1].keep(count) for lane, count in taken]
+        if due:
+            return takes, packed_batch, group.sweep_below
+        last = takes[-1]
+        left = (
+            last.queue.ready_items - len(last.refs),
+            last.queue.ready_tokens - sum(last.lengths),
+        )
+        below = goes_on_below(len(takes), seen[last.queue.lane][0], left, contract)
+        return takes, packed_batch, below
 
     def _pack_ragged(self, contract: Contract, group: Group) -> list[Take]:
         seen: dict[int, Take] = {}
@@ -150,10 +195,8 @@ class Offers:
         real = sum(offer.lengths)
         tokens = padded_to * len(batch.refs) if padded_to is not None else real
         fill = batch_fill(len(batch.refs), tokens, worker.contract)
-        pad = (offer.packed.base, offer.packed.pad_to) if offer.packed else None
-        batch.padded_tokens = _count_padding(
-            self._fabric, group, offer.lengths, offer.columns, pad, fill
-        )
+        batch.padded_tokens = _count_padding(self._fabric, offer, fill)
+        group.sweep_below = offer.sweep_below
         for take in offer.takes:
             taken = sum(take.lengths)
             put = taken if padded_to is None else padded_to * len(take.lengths)
@@ -243,27 +286,19 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
         worker.last_signature = signature
 
 
-def _count_padding(
-    fabric: Fabric,
-    group: Group,
-    lengths: Sequence[int],
-    columns: Columns,
-    packed: tuple[int, int] | None,
-    fill: float,
-) -> int:
-    """Enter a batch into the waste ledger; returns its padded tokens.
-
-    `packed` is (base, pad-to) in tokens, None for a batch that is not padded.
-    """
+def _count_padding(fabric: Fabric, offer: Offer, fill: float) -> int:
+    """Enter a batch into the waste ledger; returns its padded tokens."""
+    group, lengths, columns = offer.group, offer.lengths, offer.columns
     real = padded = sum(lengths)
-    if packed is None:
+    if offer.packed is None:
         fabric.waste.record_ragged(lengths, fill=fill)
     else:
-        base, pad_to = packed
+        count, pad_to, base = offer.packed
         laned = group.lanes is not None
         targets, tags = (columns.targets, columns.tags) if laned else (None, None)
-        fabric.waste.record(lengths, targets, tags, base, pad_to, fill=fill)
-        padded = pad_to * len(lengths)
+        runs = [len(take.refs) for take in offer.takes]
+        fabric.waste.record(lengths, targets, tags, base, pad_to, fill=fill, runs=runs)
+        padded = pad_to * count
     group.real_tokens += real
     group.padded_tokens += padded
     return padded

@@ -6,13 +6,14 @@ request is a PeerError whose text goes to the person who asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zfabric import snapshot
 from zfabric.errors import PeerError
 from zfabric.fabric import Fabric
 from zfabric.groups import Group
+from zfabric.outbox import error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
 
@@ -217,10 +218,13 @@ class Operations:
         return {"name": producer.name, "dropped_results": results}
 
 
-def cancel_some(fabric: Fabric, refs: list[int], now: float, payload: bytes) -> None:
-    """End ready items as cancelled."""
-    for ref in refs:
-        fabric.end(ref, Status.CANCELLED, payload, now)
+def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -> Iterator[None]:
+    """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
+    payload = error_payload("cancelled", "cancelled by an operator")
+    for refs in fabric.waiting_of(producer):
+        for ref in refs:
+            fabric.end(ref, Status.CANCELLED, payload, clock())
+        yield
 
 
 def _counted(number: int, noun: str) -> str:

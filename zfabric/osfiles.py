@@ -24,6 +24,8 @@ from zfabric.errors import NoSpace, StorageError
 DESCRIPTORS_WANTED, DESCRIPTORS_MIN, OPEN_FILES_MAX = 65_536, 64, 4_096
 # Linux before this loses write errors in syncfs(2).
 SYNCFS_REPORTS_SINCE = (5, 8)
+# Of <linux/falloc.h>.
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 # Pieces of one pwritev: the kernel's limit is 1,024.
 IOV_MAX = 1_024
 
@@ -92,6 +94,10 @@ class OsFiles:
         """Close a descriptor."""
         os.close(descriptor)
 
+    def exists(self, path: Path) -> bool:
+        """Whether there is anything of this name."""
+        return path.exists()
+
     def file_bytes(self, path: Path) -> int | None:
         """Bytes of a file, None where it is no plain file."""
         with named(path):
@@ -153,6 +159,17 @@ class OsFiles:
         """Cut the file to `size` bytes."""
         with named(path):
             os.ftruncate(descriptor, size)
+
+    def punch(self, path: Path, descriptor: int, offset: int, size: int) -> None:
+        """Make a hole: the bytes read as zeros and take no room, where the system knows how."""
+        with named(path):
+            if _fallocate is None or not size:
+                return
+            mode = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+            if _fallocate(descriptor, mode, offset, size):
+                code = ctypes.get_errno()
+                if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise OSError(code, os.strerror(code))
 
     def rename(self, old: Path, new: Path) -> None:
         """Move a file within the tree."""
@@ -252,4 +269,14 @@ def _load_syncfs() -> Any:
     return function
 
 
+def _load_fallocate() -> Any:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return function
+
+
 _syncfs = _load_syncfs()
+_fallocate = _load_fallocate()

@@ -1,7 +1,7 @@
 """Packing: decides how many items of a queue make one batch, and the length they are padded to.
 
-Lengths, pad-to and budgets are whole tokens. Items are taken in arrival order and never skipped
-within a lane: what does not fit stays at the front for whoever comes next. This module must never
+Lengths, pad-to and budgets are whole tokens. Items of a lane are taken in arrival order and never
+skipped: what does not fit stays at the front for whoever comes next. This module must never
 reorder, look past what was peeked, filter by input length (the runtime answers `too_long`) or
 return an empty batch.
 """
@@ -19,6 +19,12 @@ from zfabric.shapes import PAD_MULTIPLE_TOKENS, Contract, round_up_tokens
 # Lanes in a row that give a ragged batch nothing. Their targets fall by a percent or more each, so
 # that eight of them tell that the room left is too small to be worth a scan of 2,048.
 RAGGED_MISSES_MAX = 8
+
+
+# Tokens that a batch costs besides its own: launch and turnaround, as in the measured cost tables.
+BATCH_COST_TOKENS = 2_000
+# Tokens of padding that lanes may add up to in one batch: with more, two batches would cost less.
+GROUP_PADDING_MAX_TOKENS = BATCH_COST_TOKENS
 
 
 class Packed(NamedTuple):
@@ -66,10 +72,11 @@ def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
     pad_to = pad_to_tokens(longest)
     if len(lengths) * pad_to <= budget:
         return Packed(len(lengths), pad_to, longest)
-    longest = lengths[0]
+    # So many fit even if the longest of all is among them; from there on one by one.
+    count = max(1, budget // pad_to)
+    longest = max(lengths[:count])
     pad_to = pad_to_tokens(longest)
-    count = 1
-    for length in lengths[1:]:
+    for length in lengths[count:]:
         wider = pad_to if length <= pad_to else round_up_tokens(length)
         if (count + 1) * wider > budget:
             break
@@ -78,6 +85,51 @@ def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
         if length > longest:
             longest = length
     return Packed(count, pad_to, longest)
+
+
+def pack_group(
+    lanes: Iterable[tuple[int, Sequence[int]]], contract: Contract
+) -> tuple[list[tuple[int, int]], Packed]:
+    """Fill a batch from adjacent lanes: (lane id, items from its front) of each, and the batch.
+
+    `lanes` gives (lane id, lengths peeked) by descending target and is read only as far as needed.
+    The first is packed tight. While places and tokens are left, the next one joins, unless the
+    whole batch would then hold over `GROUP_PADDING_MAX_TOKENS` of padding.
+    Raises InvariantError if the first lane is empty or there is none.
+    """
+    taken: list[tuple[int, int]] = []
+    count = real = pad_to = longest = 0
+    places, budget = contract.batch_items_max, contract.batch_tokens_max
+    for lane_id, lengths in lanes:
+        if not taken:
+            count, pad_to, longest = pack_tight(lengths, contract)
+            real = sum(lengths[:count])
+            taken.append((lane_id, count))
+        else:
+            chosen = lengths[: places - count]
+            top = max(chosen)
+            wider = pad_to if top <= pad_to else pad_to_tokens(top)
+            room = budget // wider - count
+            if room < len(chosen):
+                chosen = chosen[: max(0, room)]
+                top = max(chosen, default=0)
+                wider = pad_to if top <= pad_to else pad_to_tokens(top)
+            total, tokens = count + len(chosen), real + sum(chosen)
+            if not chosen or total * wider - tokens > GROUP_PADDING_MAX_TOKENS:
+                break
+            taken.append((lane_id, len(chosen)))
+            count, real, pad_to = total, tokens, wider
+            longest = longest if longest >= top else top
+        if count >= places or (count + 1) * pad_to > budget or taken[-1][1] < len(lengths):
+            break
+    if not taken:
+        raise InvariantError("a batch needs at least one item")
+    return taken, Packed(count, pad_to, longest)
+
+
+def fills_batch(items: int, tokens: int, target: int, contract: Contract) -> bool:
+    """Whether a lane of so many items and tokens leaves no room for another item of its class."""
+    return items >= contract.batch_items_max or tokens + target > contract.batch_tokens_max
 
 
 def pack_ragged(

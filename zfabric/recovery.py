@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zfabric import catalog as catalogs
 from zfabric.entryfiles import SegmentFile
@@ -27,13 +28,13 @@ from zfabric.files import (
     LOCK,
     OUTBOX,
     QUARANTINE,
-    RESERVE,
     SEGMENTS,
     FileBacking,
     ResultFile,
 )
 from zfabric.judging import FoundProducer, FoundSegment, Judge, Lost, Recovered
 from zfabric.osfiles import OsFiles
+from zfabric.protocol import NUMBER_MAX
 from zfabric.scanning import Scanned, scan_file
 from zfabric.segment import (
     HEADER_BYTES,
@@ -48,9 +49,12 @@ from zfabric.segment import (
 __all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "open_backing"]
 
 
-def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacking, Recovered]:
+def open_backing(
+    root: Path, durability: str, files: OsFiles, *, rebuild: bool = False
+) -> tuple[FileBacking, Recovered]:
     """Open a data directory, or make a new one; what it holds comes back as `Recovered`.
 
+    With `rebuild`, a catalog that is damaged or missing is made anew from what can be read.
     Raises StorageError where the directory is in use, its catalog cannot be trusted or the system
     fails, NewerFormat where a later release wrote it.
     """
@@ -61,7 +65,7 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
     try:
         # What a killed broker wrote may rest in memory only; nothing is concluded from that.
         files.sync_all()
-        recovery = _Recovery(root, files)
+        recovery = _Recovery(root, files, rebuild=rebuild)
         known = recovery.read_catalog()
         backing = FileBacking(files, durability, known, lock)
         recovery.read_files(backing)
@@ -81,8 +85,9 @@ def open_backing(root: Path, durability: str, files: OsFiles) -> tuple[FileBacki
 class _Recovery:
     """One start: read, judge, change."""
 
-    def __init__(self, root: Path, files: OsFiles) -> None:
+    def __init__(self, root: Path, files: OsFiles, *, rebuild: bool) -> None:
         self._root = root
+        self._rebuild = rebuild
         self._files = files
         self.found = Recovered()
         self._results: list[Scanned] = []
@@ -96,10 +101,10 @@ class _Recovery:
     def read_catalog(self) -> catalogs.Catalog:
         """The catalog; an empty one for a new directory."""
         path = self._root / CATALOG
-        if not path.exists():
+        if not self._files.exists(path):
             for part in (SEGMENTS, OUTBOX):
                 if self._files.find(self._root / part, ".seg"):
-                    raise StorageError(f"{path} is missing beside {part}; restore it from a copy")
+                    return self._salvage(path, b"", f"is missing beside {part}")
             return catalogs.Catalog(store_id=secrets.randbits(64))
         data = self._read(path)
         try:
@@ -107,12 +112,28 @@ class _Recovery:
         except NewerFormat as error:
             raise NewerFormat(f"{self._root}: {error}") from None
         except StorageError as error:
-            raise StorageError(f"{path} is {error}; restore it from a copy") from None
+            return self._salvage(path, data, f"is {error}")
         if not known.store_id:
-            raise StorageError(f"{path} does not begin with its store record; restore it")
+            return self._salvage(path, data, "does not begin with its store record")
         if end < len(data):
             self.found.torn_bytes += len(data) - end
             self._evidence.append((path, end, len(data)))
+        return known
+
+    def _salvage(self, path: Path, data: bytes, reason: str) -> catalogs.Catalog:
+        """What can still be read, where that was asked for. Raises StorageError elsewhere."""
+        if not self._rebuild:
+            raise StorageError(
+                f"{path} {reason}; restore it from a copy, or start with --rebuild-catalog to go "
+                "on with what the segments say: producers whose name is lost are called lost-N"
+            )
+        try:
+            known = catalogs.salvage(data)
+        except NewerFormat as error:
+            raise NewerFormat(f"{self._root}: {error}") from None
+        self.found.quarantined_files.append(f"{path.name}: {reason}")
+        if data:
+            self._evidence.append((path, 0, len(data)))
         return known
 
     def _read(self, path: Path) -> bytes:
@@ -127,6 +148,11 @@ class _Recovery:
 
     def read_files(self, backing: FileBacking) -> None:
         """Every file of results and of items. Raises NewerFormat for one of a later release."""
+        holes = backing.catalog.holes
+
+        def holes_of(nonce: int) -> list[dict[str, Any]]:
+            return holes.get(nonce, [])
+
         for part, kind, into in (
             (OUTBOX, RESULTS, self._results),
             (SEGMENTS, ITEMS, self._items),
@@ -141,7 +167,7 @@ class _Recovery:
                 data = self._read(path)
                 self.found.bytes_read += len(data)
                 try:
-                    into.append(scan_file(path, kind, data, backing.path_of))
+                    into.append(scan_file(path, kind, data, backing.path_of, holes_of))
                 except NewerFormat:
                     raise
                 except StorageError as error:
@@ -153,13 +179,15 @@ class _Recovery:
         """What is so, and what must change for that. Nothing is written."""
         known = backing.catalog
         scanned = [*self._results, *self._items]
+        if known.salvaged:
+            _name_the_lost(known, self._results, self._items)
         newest = max((max(file.windows, default=0) for file in scanned), default=0)
         # A window is begun when the last but one is safe; the catalog's when the last one is.
         safe = max(newest - 2, known.window - 1)
         backing.window = max(newest, known.window) + 1
 
         def file_of(file: Scanned) -> SegmentFile:
-            return SegmentFile(backing, file.path, file.header, file.offsets, file.sizes, file.end)
+            return SegmentFile(backing, file.header, file.offsets, file.end)
 
         judge = Judge(known, safe, self.found, file_of)
         by_owner: dict[int, list[Scanned]] = {owner: [] for owner in known.producers}
@@ -220,14 +248,11 @@ class _Recovery:
 
         Raises NoSpace where not even the reserve is enough.
         """
-        backing.reserved = (self._root / RESERVE).exists()
         try:
             self._change(backing)
         except NoSpace:
-            if not backing.reserved:
+            if not backing.room.give_up_reserve():
                 raise
-            self._files.unlink(self._root / RESERVE)
-            backing.reserved = False
             self._change(backing)
 
     def _change(self, backing: FileBacking) -> None:
@@ -293,6 +318,20 @@ class _Recovery:
         """Places that entries will have yet begin live and without attempts."""
         rest = len(file.words) - file.places
         self._write(file, [bytes(STATE_BYTES * rest)], word_offset(file.places))
+
+
+def _name_the_lost(known: catalogs.Catalog, results: list[Scanned], items: list[Scanned]) -> None:
+    """Give a name to every owner of which the catalog has lost the record, and a floor to all."""
+    first: dict[int, int] = {}
+    for file in (*results, *items):
+        for owner, number in zip(file.owners, file.numbers, strict=True):
+            if 0 < number <= NUMBER_MAX:
+                first[owner] = min(number, first.get(owner, number))
+    for owner, number in first.items():
+        if owner not in known.producers:
+            known.take({"t": "producer", "i": owner, "name": f"lost-{owner}"})
+        floor = known.producers[owner]
+        floor.upto = max(floor.upto, number - 1)
 
 
 def _nonce_of(path: Path) -> int | None:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from zfabric.deadletters import DeadRecord
 from zfabric.errors import InvariantError
 from zfabric.fabric import Fabric
-from zfabric.files import FileBacking, FileSegment
+from zfabric.files import FileBacking
+from zfabric.filesegment import FileSegment
 from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
+from zfabric.queues import LaneQueue
 from zfabric.recovery import FoundProducer, FoundSegment, Lost, Recovered
 from zfabric.segment import DEAD_WORD, QUARANTINED_WORD, TOMBSTONE_WORD
-from zfabric.segments import LIVE
+from zfabric.segments import LIVE, TOMBSTONE
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, LaneQueue
 
 
 @dataclass(slots=True)
@@ -118,9 +119,12 @@ def _file_segment(
     segment = FileSegment(slot, queue, backing, found.file)
     segment.lengths = found.lengths
     segment.states = found.states
-    segment.tokens = sum(found.lengths)
-    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD}
-    backing.segment_bytes += found.file.flushed - found.header.data_offset
+    segment.tokens = sum(found.lengths) + found.hole_tokens
+    segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD} or None
+    segment.holes = found.holes or None
+    backing.count_file(segment)
+    if segment.states.count(TOMBSTONE):
+        backing.pins.ended(segment)
     return segment
 
 
@@ -132,12 +136,10 @@ def _restore_lane(fabric: Fabric, backing: FileBacking, lane: _Lane, now: float)
         def make(slot: int, found: FoundSegment = found) -> FileSegment:
             return _file_segment(slot, queue, backing, found)
 
-        slot = fabric.store.adopt(queue, make, found.live_bytes)
-        for place, attempts in found.attempts.items():
-            # One that died at the limit, or a damaged count: the next failure is its last.
-            sane = min(attempts, fabric.config.attempts_max - 1)
-            if sane:
-                fabric.store.attempts[slot << ENTRY_BITS | place] = sane
+        # One that died at the limit, or a damaged count: the next failure is its last.
+        last = fabric.config.attempts_max - 1
+        attempts = {place: min(n, last) for place, n in found.attempts.items() if min(n, last)}
+        fabric.store.adopt(queue, make, found.live_bytes, attempts)
         for place, state in enumerate(found.states):
             if state == LIVE:
                 producer = fabric.producers[found.owners[place]]

@@ -8,12 +8,15 @@ of the system are raised as they are; they say nothing about the file.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from zfabric.errors import ConfigError, StorageError
 from zfabric.outbox import Stored
+from zfabric.pins import Hole, around
 from zfabric.protocol import NUMBER_MAX
 from zfabric.segment import (
     ENTRY_HEADER_BYTES,
@@ -21,6 +24,7 @@ from zfabric.segment import (
     ITEMS,
     LIVE_WORD,
     RESULTS,
+    TOMBSTONE_WORD,
     Damage,
     Entry,
     Header,
@@ -33,6 +37,8 @@ from zfabric.segment import (
     words_of,
 )
 from zfabric.shapes import Shape
+
+_NOTHING = Entry(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -61,6 +67,9 @@ class Scanned:
     sizes: array[int] = field(default_factory=lambda: array("I"))
     target: int = 0
     damages: list[Damage] = field(default_factory=list)
+    # entries whose bytes were given back, and what the catalog says of them: word, items, tokens
+    holes: list[Hole] = field(default_factory=list)
+    ended: list[tuple[int, int, int]] = field(default_factory=list)
     # of a file of results: those that are not freed, by place; the first one's sequence number
     results: dict[int, Stored] = field(default_factory=dict)
     first_seq: int | None = None
@@ -77,20 +86,46 @@ class Scanned:
 
     def put(self, entry: Entry) -> None:
         """Enter what an entry says at its place, and nothing for places that were left out."""
-        while len(self.numbers) <= entry.place:
+        place = entry.place
+        if place == len(self.numbers):
+            self.lengths.append(entry.length)
+            self.owners.append(entry.owner)
+            self.numbers.append(entry.number)
+            self.gaps.append(entry.gap)
+            self.windows.append(entry.window)
+            self.offsets.append((entry.offset - self.header.data_offset) // 8)
+            self.sizes.append(entry.size)
+            self._seen(entry)
+            return
+        while len(self.numbers) <= place:
             for column in (self.lengths, self.owners, self.offsets, self.sizes):
                 column.append(0)
             for wide in (self.numbers, self.gaps, self.windows):
                 wide.append(0)
-        place = entry.place
         self.lengths[place], self.owners[place] = entry.length, entry.owner
         self.numbers[place], self.gaps[place] = entry.number, entry.gap
         self.windows[place] = entry.window
         self.offsets[place] = (entry.offset - self.header.data_offset) // 8
         self.sizes[place] = entry.size
+        self._seen(entry)
+
+    def _seen(self, entry: Entry) -> None:
         self.target = max(self.target, entry.target, entry.length)
         if self.header.kind == RESULTS and self.first_seq is None:
-            self.first_seq = entry.when_us - place
+            self.first_seq = entry.when_us - entry.place
+
+    def skip(self, hole: Hole) -> None:
+        """Entries whose bytes are gone, all of them over."""
+        for place in range(hole.first, hole.stop):
+            self.put(_NOTHING._replace(offset=hole.begin, place=place))
+            if self.words[place] == LIVE_WORD:
+                self.words[place] = self.marks[place] = TOMBSTONE_WORD
+        self.holes.append(hole)
+        self.end = hole.end
+
+    def is_hole(self, place: int) -> bool:
+        """Whether the bytes of an entry were given back."""
+        return bool(self.holes) and any(h.first <= place < h.stop for h in self.holes)
 
     def blank(self, place: int) -> None:
         """The place holds nothing that was ever accepted."""
@@ -111,8 +146,14 @@ class Scanned:
         self.end = self.header.data_offset + max(ends, default=0)
 
 
-def scan_file(path: Path, kind: str, data: bytes, path_of: Callable[[Header], Path]) -> Scanned:
-    """What the bytes of the file at `path` say.
+def scan_file(
+    path: Path,
+    kind: str,
+    data: bytes,
+    path_of: Callable[[Header], Path],
+    holes_of: Callable[[int], Iterable[Mapping[str, Any]]] = lambda nonce: (),
+) -> Scanned:
+    """What the bytes of the file at `path` say; `holes_of` has the catalog's records of holes.
 
     Raises NewerFormat for a later release's file, StorageError where it is not one of this store.
     """
@@ -126,7 +167,14 @@ def scan_file(path: Path, kind: str, data: bytes, path_of: Callable[[Header], Pa
     _check_place(path, kind, header, path_of)
     found = Scanned(path, header, len(data), data[:HEADER_BYTES] != pack_header(header))
     _read_words(found, data)
-    _read_entries(found, data)
+    records = holes_of(header.nonce)
+    found.ended = [(w, items, tokens) for r in records for w, items, tokens in r["ended"]]
+    found.end = base = header.data_offset
+    holes = sorted(Hole(*r["hole"]) for r in records)
+    for (start, stop), hole in zip_longest(around(holes, base), holes):
+        _read_entries(found, data[base:], start, stop)
+        if hole is not None:
+            found.skip(hole)
     return found
 
 
@@ -156,11 +204,11 @@ def _read_words(found: Scanned, data: bytes) -> None:
                     found.healed.append(place)
 
 
-def _read_entries(found: Scanned, data: bytes) -> None:
+def _read_entries(found: Scanned, data: bytes, start: int, stop: int | None = None) -> None:
+    """Enter what lies between two places of a file's data part."""
     header = found.header
-    found.end = header.data_offset
     of_results = header.kind == RESULTS
-    for entry in scan(header, data[header.data_offset :]):
+    for entry in scan(header, data, start=start, stop=stop):
         if isinstance(entry, Damage):
             found.damages.append(entry)
             continue
@@ -171,8 +219,8 @@ def _read_entries(found: Scanned, data: bytes) -> None:
         found.put(entry)
         found.end = entry.end
         if of_results and found.words[entry.place] == LIVE_WORD:
-            start = entry.offset + ENTRY_HEADER_BYTES
-            payload = data[start : start + entry.size]
+            begin = entry.offset - header.data_offset + ENTRY_HEADER_BYTES
+            payload = data[begin : begin + entry.size]
             # What a requeued item retries rests where others have their gap.
             retry = entry.gap if entry.number > NUMBER_MAX else None
             gap = 0 if retry is not None else entry.gap

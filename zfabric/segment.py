@@ -294,14 +294,23 @@ def payload_of(nonce: int, entry: Entry, block: bytes, *, start: int = 0) -> byt
     return payload
 
 
-def scan(header: Header, data: bytes, *, payloads: bool = True) -> Iterator[Entry | Damage]:
+def scan(
+    header: Header, data: bytes, *, payloads: bool = True, start: int = 0, stop: int | None = None
+) -> Iterator[Entry | Damage]:
     """Every entry of a file's data part (`data` begins at `header.data_offset`), and every damage.
 
+    With `start` and `stop`, which are places in `data`, only what lies between them.
     Damage behind the last entry may be a torn end: only who knows the windows can tell.
     """
     base, nonce = header.data_offset, header.nonce
-    position = 0
-    while position < len(data):
+    position = start
+    end = len(data) if stop is None else min(stop, len(data))
+    while position < end:
+        whole = _whole(nonce, base, data, position, header.capacity)
+        if whole is not None:
+            yield whole
+            position = whole.end - base
+            continue
         try:
             entry = read_entry(nonce, base + position, data, start=position)
             if payloads:
@@ -309,7 +318,7 @@ def scan(header: Header, data: bytes, *, payloads: bool = True) -> Iterator[Entr
             if entry.place >= header.capacity:
                 raise StorageError("its index is impossible")
         except StorageError as error:
-            damage = _damage(header, data, position, str(error))
+            damage = _damage(header, data, position, end, str(error))
             yield damage
             position = damage.end - base
             continue
@@ -317,18 +326,37 @@ def scan(header: Header, data: bytes, *, payloads: bool = True) -> Iterator[Entr
         position = entry.end - base
 
 
-def _damage(header: Header, data: bytes, start: int, reason: str) -> Damage:
-    """The damage at `start` of `data`, up to where something can be read again."""
+def _whole(nonce: int, base: int, data: bytes, position: int, capacity: int) -> Entry | None:
+    """The entry at `position`, if nothing is wrong with it: what `scan` finds nearly always."""
+    begin = position + ENTRY_HEADER_BYTES
+    if begin > len(data):
+        return None
+    fields = ENTRY.unpack_from(data, position)
+    stop = begin + fields[2]
+    if fields[0] != ENTRY_MAGIC or stop > len(data) or fields[9] >= capacity:
+        return None
+    crc32 = zlib.crc32
+    seed = crc32(_SEED.pack(nonce, base + position))
+    header_crc, payload_crc = _CRCS.unpack_from(data, position + ENTRY.size)
+    if header_crc != crc32(data[position : position + ENTRY.size], seed):
+        return None
+    if payload_crc != crc32(memoryview(data)[begin:stop], seed):
+        return None
+    return Entry(base + position, *fields[1:-1])
+
+
+def _damage(header: Header, data: bytes, start: int, stop: int, reason: str) -> Damage:
+    """The damage at `start` of `data`, up to where something can be read again, or to `stop`."""
     base, nonce = header.data_offset, header.nonce
     known = _header_at(nonce, base + start, data, start) or _mended(
         nonce, base + start, data, start
     )
     if known is not None and known.place < header.capacity:
-        return Damage(base + start, min(known.end, base + len(data)), reason, known)
-    end = data.find(_MAGIC_BYTES, start + 1)
+        return Damage(base + start, min(known.end, base + stop), reason, known)
+    end = data.find(_MAGIC_BYTES, start + 1, stop)
     while end >= 0 and (end % ALIGN or _header_at(nonce, base + end, data, end) is None):
-        end = data.find(_MAGIC_BYTES, end + 1)
-    return Damage(base + start, base + (end if end >= 0 else len(data)), reason, None)
+        end = data.find(_MAGIC_BYTES, end + 1, stop)
+    return Damage(base + start, base + (end if end >= 0 else stop), reason, None)
 
 
 def _header_at(nonce: int, offset: int, block: bytes | bytearray, start: int) -> Entry | None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
 
 if TYPE_CHECKING:
-    from zfabric.store import LaneQueue
+    from zfabric.queues import LaneQueue
 
 # A full segment is dropped whole; this many entries keep one live item from pinning much.
 MEMORY_SEGMENT_ITEMS_MAX = 16_384
@@ -81,11 +80,14 @@ class Segment(Protocol):
     # tombstones between cursor and boundary
     done_ahead: int
 
-    def extend(self, items: Append, now: float) -> None:
-        """Take items in; `flush` brings them to where the segment rests."""
+    def extend(self, items: Append, now: float) -> int:
+        """Take items in; `flush` brings them to where the segment rests.
 
-    def flush(self) -> None:
-        """Store what was taken in."""
+        Returns the bytes that their payloads take there.
+        """
+
+    def flush(self) -> int:
+        """Store what was taken in; returns how many system calls that took."""
 
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
@@ -94,7 +96,7 @@ class Segment(Protocol):
         """When an entry was appended, in seconds on the caller's clock."""
 
     def tombstone(self, entry: int, *, dead: bool) -> int:
-        """The entry is over (`dead`: given up); returns the size of its payload."""
+        """The entry is over (`dead`: given up); returns the bytes that its payload took."""
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """How often the entry has been charged."""
@@ -113,8 +115,11 @@ class Window:
     words: list[tuple[Any, int, int]] = field(default_factory=list)
     freed: list[tuple[Any, list[int]]] = field(default_factory=list)
     retired: list[Any] = field(default_factory=list)
+    # (segment, holes) to be recorded; (file, begin, end) that are recorded and may be made
+    holes: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    punches: list[tuple[Any, int, int]] = field(default_factory=list)
     finished: list[Any] = field(default_factory=list)
-    unlink: list[Path] = field(default_factory=list)
+    unlink: list[Any] = field(default_factory=list)
     # records that may only be written when everything of this window is durable
     later: list[dict[str, Any]] = field(default_factory=list)
     # producer -> (numbers accepted up to, last result), durable when the window's sync is over
@@ -129,6 +134,8 @@ class Window:
         self.words += other.words
         self.freed += other.freed
         self.retired += other.retired
+        self.holes += other.holes
+        self.punches += other.punches
         self.finished += other.finished
         self.unlink += other.unlink
         self.later += other.later
@@ -141,6 +148,8 @@ class Window:
             or self.words
             or self.freed
             or self.retired
+            or self.holes
+            or self.punches
             or self.finished
             or self.unlink
             or self.later
@@ -168,6 +177,12 @@ class Backing(Protocol):
 
     def full(self, now: float) -> str | None:
         """Why nothing new may be taken in, or None where there is room."""
+
+    def usage(self) -> dict[str, Any] | None:
+        """What it takes of a disk and what it may take; None where it takes none."""
+
+    def upkeep(self, now: float) -> None:
+        """Give back what a few live items keep; to be called now and then."""
 
     @property
     def has_work(self) -> bool:
@@ -218,7 +233,7 @@ class MemorySegment:
         self.deleted = 0
         self.done_ahead = 0
 
-    def extend(self, items: Append, now: float) -> None:
+    def extend(self, items: Append, now: float) -> int:
         """See Segment."""
         self.lengths.extend(items.lengths)
         owner, at = items.producer << 32, int(now * 1e6) << 8
@@ -228,9 +243,11 @@ class MemorySegment:
         self.meta.extend(words)
         self.payloads.extend(items.payloads)
         self.states.extend(bytes(len(items.lengths)))
+        return sum(map(len, items.payloads))
 
-    def flush(self) -> None:
+    def flush(self) -> int:
         """See Segment."""
+        return 0
 
     def read(self, entry: int) -> Row:
         """See Segment."""
@@ -284,6 +301,13 @@ class MemoryBacking:
     def full(self, now: float) -> str | None:
         """See Backing; the store's own bounds are the intake's affair."""
         return None
+
+    def usage(self) -> dict[str, Any] | None:
+        """See Backing."""
+        return None
+
+    def upkeep(self, now: float) -> None:
+        """See Backing."""
 
     @property
     def has_work(self) -> bool:

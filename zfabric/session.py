@@ -395,7 +395,9 @@ class Session:
 
     def _send_submit(self, message: Outgoing, more: bool) -> None:
         lengths = message.lengths
-        order = sorted(range(len(lengths)), key=lengths.__getitem__) if len(lengths) > 1 else []
+        # From the longest down: so the broker assigns lanes in runs, and targets grow least.
+        order: Sequence[int] = range(len(lengths)) if len(lengths) > 1 else ()
+        order = sorted(order, key=lengths.__getitem__, reverse=True)
         # A part of a message has the shapes of the whole; only its own are declared.
         places = dict.fromkeys(message.shape_index)
         ids = {place: self._declare(message.shapes[place]) for place in places}

@@ -70,6 +70,7 @@ def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str,
         "oldest_item_age_s": _age(min(found.oldest_s.values(), default=None), now),
         "held_bytes": fabric.held_bytes(),
         "held_bytes_limit": fabric.config.max_bytes,
+        "storage": storage(fabric, now),
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
         "dead_records": len(fabric.dead),
         "models": [_model(fabric, name, found, now) for name in fabric.models],
@@ -172,14 +173,18 @@ def _age(since_s: float | None, now: float) -> float | None:
     return None if since_s is None else max(0.0, now - since_s)
 
 
-def storage(fabric: Fabric, disk: tuple[int, int | None] | None, now: float) -> dict[str, Any]:
+def storage(fabric: Fabric, now: float) -> dict[str, Any]:
     """What the store uses and may use, and why it takes nothing, where it does not.
 
-    `disk` is the bytes that it has on a disk and may have, None of a store in memory.
+    What is of a disk is null for a store in memory.
     """
     return {
-        "disk_bytes": None if disk is None else disk[0],
-        "disk_bytes_limit": None if disk is None else disk[1],
+        "disk_bytes": None,
+        "disk_bytes_limit": None,
+        "disk_min_free_bytes": None,
+        "segment_files": None,
+        "segment_bytes": None,
+        **(fabric.store.backing.usage() or {}),
         "full": fabric.diagnosis.no_space,
         "full_for_s": _age(fabric.diagnosis.no_space_s, now),
     }

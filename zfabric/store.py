@@ -16,88 +16,17 @@ or batch an item belongs in.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
 from zfabric.errors import InvariantError, NoSpace
+from zfabric.queues import Columns, Known, LaneQueue, Take
 from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
 from zfabric.shapes import Shape
 
 ENTRY_BITS = 32
 ENTRY_MASK = (1 << ENTRY_BITS) - 1
-
-
-class LaneQueue:
-    """What is ready of one lane. `group` is the caller's number for the shape it belongs to."""
-
-    __slots__ = (
-        "group", "lane", "longest_known", "mixed", "ready_items", "ready_tokens", "returned",
-        "segments", "shape", "signature", "solo", "unpublished",
-    )  # fmt: skip
-
-    def __init__(self, shape: Shape, signature: int, group: int, lane: int, *, mixed: bool) -> None:
-        self.shape = shape
-        self.signature = signature
-        self.group = group
-        self.lane = lane
-        self.mixed = mixed
-        # oldest first; a list, since there is mostly one and a deque weighs ten times as much
-        self.segments: list[Segment] = []
-        self.returned: SortedList[int] | None = None
-        self.solo: set[int] | None = None
-        self.ready_items = 0
-        self.ready_tokens = 0
-        self.unpublished = False
-        # The longest ready item, or None when the last longest left and nobody has asked since.
-        self.longest_known: int | None = 0
-
-
-@dataclass(slots=True)
-class Take:
-    """What a peek saw: references and lengths in reading order, the first `returned` given back.
-
-    `solo` says that the only item of the take must have a batch to itself.
-    """
-
-    queue: LaneQueue
-    refs: list[int]
-    lengths: list[int]
-    returned: int
-    solo: bool = False
-
-    def keep(self, count: int) -> Take:
-        """The first `count` items of this take."""
-        return Take(
-            self.queue,
-            self.refs[:count],
-            self.lengths[:count],
-            min(self.returned, count),
-            self.solo,
-        )
-
-
-@dataclass(slots=True)
-class Columns:
-    """What a batch needs of its items, in batch order."""
-
-    nonces: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    tags: bytearray = field(default_factory=bytearray)
-    shapes: list[int] = field(default_factory=list)
-    payloads: list[bytes] = field(default_factory=list)
-
-
-class Known(NamedTuple):
-    """What the store knows of a live item."""
-
-    queue: LaneQueue
-    producer: int
-    number: int
-    length: int
-    payload: bytes
 
 
 class Store:
@@ -114,6 +43,8 @@ class Store:
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
         self._dirty: list[LaneQueue] = []
+        # the latest `publish` found no room, or ended before all was written
+        self.no_space = self.cut_short = False
         self.attempts: dict[int, int] = {}
         # live items, and how many are ready: counted here alone, for the ledger to compare
         self.items = 0
@@ -131,6 +62,11 @@ class Store:
         """A random number that a new store draws: another one means that everything is gone."""
         return self.backing.store_id
 
+    @property
+    def memory_bytes(self) -> int:
+        """Payload bytes of live items that rest in memory."""
+        return self.payload_bytes if self.durability == "memory" else 0
+
     # -- adding -------------------------------------------------------------------------------
 
     def open_queue(
@@ -139,7 +75,13 @@ class Store:
         """A queue for a lane that has none; `mixed` where it is to hold several shapes."""
         return LaneQueue(shape, signature, group, lane, mixed=mixed)
 
-    def adopt(self, queue: LaneQueue, make: Callable[[int], Segment], payload_bytes: int) -> int:
+    def adopt(
+        self,
+        queue: LaneQueue,
+        make: Callable[[int], Segment],
+        payload_bytes: int,
+        attempts: Mapping[int, int],
+    ) -> int:
         """Take over a segment that outlived its process: `make` is given its slot.
 
         Its cursor is at its start, and everything of it that is live is ready. Returns its slot.
@@ -159,7 +101,21 @@ class Store:
         self._readied(queue, len(live), sum(live))
         if queue.longest_known is not None:
             queue.longest_known = max(queue.longest_known, max(live, default=0))
+        if attempts:
+            self._set_apart(segment, attempts)
         return segment.slot
+
+    def _set_apart(self, segment: Segment, attempts: Mapping[int, int]) -> None:
+        """All of a segment counts as given back: what has been charged goes out one to a batch."""
+        queue, base = segment.queue, segment.slot << ENTRY_BITS
+        if queue.returned is None:
+            queue.returned = SortedList()
+        queue.returned.update(base + k for k, state in enumerate(segment.states) if state == LIVE)
+        segment.cursor, segment.done_ahead = segment.boundary, 0
+        queue.solo = queue.solo or set()
+        for place, charged in attempts.items():
+            self.attempts[base + place] = charged
+            queue.solo.add(base + place)
 
     def append(self, queue: LaneQueue, items: Append, now: float) -> None:
         """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
@@ -172,10 +128,10 @@ class Store:
                 self._new_segment(queue)
                 continue
             stop = min(count, start + room)
-            segments[-1].extend(items.part(start, stop) if stop - start < count else items, now)
+            part = items.part(start, stop) if stop - start < count else items
+            self.payload_bytes += segments[-1].extend(part, now)
             start = stop
         self.items += count
-        self.payload_bytes += sum(map(len, items.payloads))
         if not queue.unpublished:
             queue.unpublished = True
             self._dirty.append(queue)
@@ -191,20 +147,23 @@ class Store:
         queue.segments.append(segment)
         return segment
 
-    def publish(self) -> list[tuple[LaneQueue, int, int]]:
+    def publish(self, writes_max: int | None = None) -> list[tuple[LaneQueue, int, int]]:
         """Move the boundary of every queue past what is stored.
 
+        With `writes_max` it ends after about so many writes; `unwritten` says that there is more.
         Returns (queue, items, tokens) that became ready.
         """
         published = []
         dirty, self._dirty = self._dirty, []
+        writes, self.no_space, self.cut_short = 0, False, False
         for k, queue in enumerate(dirty):
             try:
                 for segment in queue.segments:
                     if len(segment.states) > segment.boundary:
-                        segment.flush()
+                        writes += segment.flush()
             except NoSpace:
                 # Nothing of this queue is visible or promised; it is tried again.
+                self.no_space = True
                 self._dirty += dirty[k:]
                 break
             items = tokens = 0
@@ -221,11 +180,15 @@ class Store:
             self._readied(queue, items, tokens)
             queue.unpublished = False
             published.append((queue, items, tokens))
+            if writes_max is not None and writes >= writes_max:
+                self._dirty += dirty[k + 1 :]
+                self.cut_short = bool(self._dirty)
+                break
         return published
 
     @property
     def unwritten(self) -> bool:
-        """Whether items are taken in that could not be stored yet, for want of space."""
+        """Whether items are taken in that are not stored yet, for want of time or space."""
         return bool(self._dirty)
 
     # -- reading ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zfabric.cli import bench_top, common
+from zfabric.cli import bench_policies, bench_top, common
+from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
 TEXT = """
@@ -49,10 +50,11 @@ def add(commands: common.Commands) -> None:
             "--dir", type=Path, default=None, metavar="DIR", help="where to put files"
         )
         common.add_json(parser)
+    bench_policies.add(within)
 
 
 def _need_more() -> int:
-    raise ConfigError("say what to measure: zfabric bench recovery, memory, commit, ack or top")
+    raise ConfigError("say what to measure; `zfabric bench --help` lists the benchmarks")
 
 
 def _runner(
@@ -93,7 +95,8 @@ def _recovery(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def _memory(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from zfabric.bench import storage
 
-    return storage.memory(directory, args.items, args.size)
+    with bar(args.items) as progress:
+        return storage.memory(directory, args.items, args.size, progress)
 
 
 def _commit(args: argparse.Namespace, directory: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from zfabric import config as configuration
 from zfabric.cli import common
+from zfabric.errors import ConfigError
 
 if TYPE_CHECKING:
     from zfabric.broker import Broker, Endpoints
@@ -39,6 +40,11 @@ def add(commands: common.Commands) -> None:
         commands, "broker", run, "start a broker", TEXT, "zfabric broker --data ./fabric"
     )
     common.add_json(parser)
+    parser.add_argument(
+        "--rebuild-catalog",
+        action="store_true",
+        help="where catalog.log of --data is damaged or missing, go on with what can be read",
+    )
     configuration.add_flags(parser, "broker")
 
 
@@ -47,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     settings = common.load(args).broker
     from zfabric.broker import Broker
 
-    broker = Broker(settings)
+    if args.rebuild_catalog and settings.data is None:
+        raise ConfigError("--rebuild-catalog needs --data DIR")
+    broker = Broker(settings, rebuild_catalog=args.rebuild_catalog)
     endpoints = broker.bind()
     with _watched(broker, endpoints.stats, settings) as metrics:
         return _serve(broker, endpoints, settings, metrics, json=args.json)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -80,8 +82,12 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "sim" and not any(opt.startswith("cache_tokens") for opt in opts):
         opts = [*opts, f"cache_tokens={prefix_tokens(source) // CACHE_SHARE}"]
     common.say(f"zfabric: {items:,} requests ({what}) in {source}")
-    with _ending_on_signals(), Children(OUT) as children:
-        address = _start(children, args, opts)
+    with (
+        _ending_on_signals(),
+        _data_directory(args.policy) as data,
+        Children(OUT) as children,
+    ):
+        address = _start(children, args, opts, data)
         summary, signals = _work(address, source, output, args)
         status = _status(address)
     balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
@@ -165,12 +171,27 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _start(children: Children, args: argparse.Namespace, opts: list[str]) -> str:
+@contextmanager
+def _data_directory(policy: str) -> Iterator[Path | None]:
+    """A new directory for the broker, removed in the end; none for fifo, which mixes shapes."""
+    if policy == "fifo":
+        yield None
+        return
+    data = Path(tempfile.mkdtemp(prefix="data-", dir=OUT))
+    try:
+        yield data
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
+
+
+def _start(children: Children, args: argparse.Namespace, opts: list[str], data: Path | None) -> str:
     """Start the broker and the workers; returns the broker's address once all are ready."""
-    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--memory", "--json"]
-    broker = children.start("broker", [*words, "--policy", args.policy])
+    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", "--policy", args.policy]
+    words += ["--data", str(data)] if data else ["--memory"]
+    broker = children.start("broker", words)
     address: str = children.ready_line("broker", broker, START_S)["producers"]
-    common.say(f"zfabric: broker at {address}, policy {args.policy}")
+    where = f"items in {data}" if data else "items in memory, as fifo keeps them"
+    common.say(f"zfabric: broker at {address}, policy {args.policy}, {where}")
     for k in range(args.workers):
         name = f"{args.engine}-{k}"
         words = ["worker", "--engine", args.engine, "--model", args.model, "--name", name]
@@ -213,8 +234,12 @@ def _status(address: str) -> dict[str, Any]:
 
 
 def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
+    kept, files = status["durability"], status["storage"]["segment_files"]
+    if files is not None:
+        kept += f", {files:,} segment files left"
     rows = [
         ("policy", args.policy),
+        ("durability", kept),
         ("items", f"{status['completed_items']:,} of {status['accepted_items']:,}"),
         ("residual", f"{status['residual_items']:,} items, {status['residual_tokens']:,} tokens"),
         ("padding waste", percent(status["waste_ratio"])),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from zfabric.cli import common
@@ -72,7 +74,7 @@ class Bar:
     def progress(self, now: Progress) -> None:
         """Draw the line."""
         width = shutil.get_terminal_size().columns - 1
-        text = f"{_bar(now)} {in_words(now)}"[:width]
+        text = f"{_filled(now.done, now.total)} {in_words(now)}"[:width]
         self._stream.write(f"\r\x1b[K{text}")
         self._stream.flush()
         self._drawn = True
@@ -89,8 +91,25 @@ class Bar:
             self._stream.flush()
 
 
-def _bar(now: Progress) -> str:
-    full = int(BAR_CHARS * min(1.0, now.done / now.total)) if now.total else 0
+@contextmanager
+def bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar for long work that only counts, on a terminal; call it with how many are done."""
+    tty = sys.stderr.isatty()
+
+    def show(done: int) -> None:
+        if tty:
+            sys.stderr.write(f"\r\x1b[K{_filled(done, total)} {done:,}/{total:,}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if tty:
+            sys.stderr.write("\r\x1b[K")
+
+
+def _filled(done: int, total: int | None) -> str:
+    full = int(BAR_CHARS * min(1.0, done / total)) if total else 0
     return f"[{'#' * full}{'.' * (BAR_CHARS - full)}]"
 
 

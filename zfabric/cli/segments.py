@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zfabric.cli import common
 from zfabric.errors import ConfigError, StorageError
 
+if TYPE_CHECKING:
+    from zfabric.pins import Hole
+
 EXIT_DAMAGE = 1
+# A file that seems damaged may be in the middle of a write, or of getting a hole.
+LOOKS_MAX, LOOK_AGAIN_S = 2, 0.1
 LS_TEXT = """
 List the segment files of a data directory: model, shape, lane, entries, live ones, bytes. Reads
 only; the broker may be running.
@@ -76,13 +83,12 @@ def run_verify(args: argparse.Namespace) -> int:
     from zfabric.files import CATALOG
 
     problems: list[dict[str, Any]] = []
+    reason, _ = _catalog(args.directory)
     files = list(_files(args.directory))
     for file in files:
         if "error" in file:
             problems.append({"file": file["file"], "offset": 0, "reason": file["error"]})
         problems += [{"file": file["file"], **damage} for damage in file.get("damage", ())]
-    catalog = args.directory / CATALOG
-    reason = _catalog_problem(catalog)
     if reason is not None:
         problems.append({"file": CATALOG, "offset": 0, "reason": reason})
     entries = sum(file.get("entries", 0) for file in files)
@@ -97,16 +103,20 @@ def run_verify(args: argparse.Namespace) -> int:
     return EXIT_DAMAGE if problems else 0
 
 
-def _catalog_problem(path: Path) -> str | None:
+def _catalog(directory: Path) -> tuple[str | None, dict[int, list[Hole]]]:
+    """(what is wrong with the catalog, the holes that it tells of)."""
     from zfabric import catalog
+    from zfabric.files import CATALOG
+    from zfabric.pins import Hole
 
     try:
-        known, _ = catalog.read(path.read_bytes())
+        known, _ = catalog.read((directory / CATALOG).read_bytes())
     except FileNotFoundError:
-        return "missing"
+        return "missing", {}
     except StorageError as error:
-        return str(error)
-    return None if known.store_id else "does not begin with its store record"
+        return str(error), {}
+    holes = {n: [Hole(*r["hole"]) for r in records] for n, records in known.holes.items()}
+    return None if known.store_id else "does not begin with its store record", holes
 
 
 def _files(directory: Path) -> Iterator[dict[str, Any]]:
@@ -115,16 +125,29 @@ def _files(directory: Path) -> Iterator[dict[str, Any]]:
 
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the broker's --data")
+    _, holes = _catalog(directory)
     for part in (SEGMENTS, OUTBOX):
         for path in sorted((directory / part).rglob("*.seg")):
             try:
-                data = path.read_bytes()
+                row = _look(directory, path, holes)
             except FileNotFoundError:
                 continue
-            yield {"file": str(path.relative_to(directory)), **_read(data)}
+            yield {"file": str(path.relative_to(directory)), **row}
 
 
-def _read(data: bytes) -> dict[str, Any]:
+def _look(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
+    """One file. What a running broker is just writing is looked at again."""
+    row = _read(path.read_bytes(), holes)
+    for _ in range(LOOKS_MAX):
+        if not row.get("damage") and "error" not in row:
+            break
+        time.sleep(LOOK_AGAIN_S)
+        row = _read(path.read_bytes(), _catalog(directory)[1])
+    return row
+
+
+def _read(data: bytes, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
+    from zfabric.pins import around
     from zfabric.segment import (
         HEADER_BYTES,
         Damage,
@@ -141,7 +164,10 @@ def _read(data: bytes) -> dict[str, Any]:
     words, _ = words_of(data[HEADER_BYTES : header.data_offset])
     entries = live = 0
     damage = []
-    for found in scan(header, data[header.data_offset :]):
+    ranges = around(holes.get(header.nonce, ()), header.data_offset)
+    body = data[header.data_offset :]
+    parts = [scan(header, body, start=start, stop=stop) for start, stop in ranges]
+    for found in itertools.chain(*parts):
         if isinstance(found, Damage):
             row = {"offset": found.offset, "reason": found.reason, "number": found.number}
             damage.append(row)

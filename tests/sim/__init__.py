@@ -1,0 +1,1 @@
+"""The whole fabric in one process, driven by one seed; see `world`."""

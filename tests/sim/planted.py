@@ -1,0 +1,96 @@
+"""Bugs to be planted: each breaks one rule of the fabric, and the simulation must see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from tests.sim.world import World
+from zfabric.dispatcher import Dispatcher
+from zfabric.files import FileBacking
+from zfabric.judging import Judge
+from zfabric.store import Store
+
+
+def tombstone_before_result() -> list[Any]:
+    """The tombstone is written at once, and its result with the next window."""
+
+    def owe_tombstone(self: Any, file: Any, place: int) -> None:
+        file.write_tombstones([place])
+
+    return [mock.patch.object(FileBacking, "owe_tombstone", owe_tombstone)]
+
+
+def outbox_freed_before_tombstone_is_synced() -> list[Any]:
+    """A result is gone from the disk as soon as its producer has it."""
+    free_results = FileBacking.free_results
+
+    def free_now(self: Any, owner: int, upto: int, last: int) -> None:
+        window = self._open_window
+        freed, finished = window.freed, window.finished
+        window.freed, window.finished = [], []
+        free_results(self, owner, upto, last)
+        for kept, places in window.freed:
+            kept.file.write_tombstones(places)
+        for kept in window.finished:
+            self.descriptors.forget(kept.file.header.nonce)
+            self.files.unlink(kept.file.path)
+        window.freed, window.finished = freed, finished
+
+    return [mock.patch.object(FileBacking, "free_results", free_now)]
+
+
+def numbers_forgotten_at_restart() -> list[Any]:
+    """A broker that comes back has no idea what it had accepted."""
+
+    def settle_numbers(self: Any, producer: Any) -> None:
+        producer.upto, producer.above = 0, set()
+
+    return [mock.patch.object(Judge, "_settle_numbers", settle_numbers)]
+
+
+def returned_item_behind_the_cursor() -> list[Any]:
+    """An item that is given back stays where the cursor has been already."""
+    release = Store.release
+
+    def release_behind(self: Any, ref: int, *, solo: bool = False) -> Any:
+        queue = release(self, ref, solo=solo)
+        queue.returned.remove(ref)
+        return queue
+
+    return [mock.patch.object(Store, "release", release_behind)]
+
+
+def judged_before_drained() -> list[Any]:
+    """After a pause the broker judges its workers before it reads what they have said."""
+    tick, shift = Dispatcher.tick, mock.Mock()
+
+    def receive_late(self: World, broker: Dispatcher) -> bool:
+        tick(broker, self.now, 1e6 + self.now, drained=True)
+        return receive(self, broker)
+
+    receive = World.receive
+    return [
+        mock.patch.object(World, "receive", receive_late),
+        mock.patch.object(Dispatcher, "shift", shift),
+    ]
+
+
+PLANTED = (
+    tombstone_before_result,
+    outbox_freed_before_tombstone_is_synced,
+    numbers_forgotten_at_restart,
+    returned_item_behind_the_cursor,
+    judged_before_drained,
+)
+
+
+@contextmanager
+def planted(bug: Any) -> Iterator[None]:
+    """With this bug in the fabric."""
+    with ExitStack() as stack:
+        for patch in bug():
+            stack.enter_context(patch)
+        yield

@@ -1,0 +1,150 @@
+"""Segments that one live item pins: the bytes of its dead neighbours go, and nothing else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.disk import DiskBench
+from tests.faultfiles import FaultFiles
+from tests.harness import FakeProducer, FakeWorker
+from zfabric import pins
+from zfabric.cli import main
+from zfabric.osfiles import OsFiles
+from zfabric.protocol import Status
+
+ITEMS = 24
+SIZE = 32_768
+PINNING = 11
+
+
+class PinBench(DiskBench):
+    """A broker with a journal, and a worker that never finishes one of the items."""
+
+    def __init__(self, root: Path) -> None:
+        self.faults = FaultFiles(root)
+        super().__init__(root, lease_s=600)
+
+    def files(self) -> OsFiles:
+        return self.faults if self.faults.root == self.root else super().files()
+
+    def pin(self, payload: bytes = b"x" * SIZE) -> tuple[FakeProducer, FakeWorker]:
+        producer = self.producer()
+        producer.submit([100] * ITEMS, payload=payload)
+        self.settle()
+        worker = self.worker(batch=ITEMS)
+        self.dispatch()
+        (key,) = worker.batches
+        worker.done(key, [k for k in range(ITEMS) if k != PINNING])
+        self.settle()
+        producer.ack()
+        self.settle()
+        return producer, worker
+
+    def look_again(self) -> None:
+        for _ in range(3):
+            self.now += pins.PIN_CHECK_S
+            self.tick(0.2)
+            self.settle()
+
+
+@pytest.fixture(autouse=True)
+def small_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "HOLE_MIN_BYTES", 4 * SIZE)
+
+
+def disk_use(root: Path) -> int:
+    return sum(512 * path.stat().st_blocks for path in (root / "segments").rglob("*.seg"))
+
+
+def test_dead_neighbours_of_a_live_item_give_their_bytes_back(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path)
+    _, worker = bench.pin()
+    before, counted = disk_use(tmp_path), bench.status()["storage"]["segment_bytes"]
+    assert before > ITEMS * SIZE
+    bench.look_again()
+    assert disk_use(tmp_path) < before - (ITEMS - 3) * SIZE
+    assert bench.status()["storage"]["segment_bytes"] <= counted - (ITEMS - 1) * SIZE
+    assert main(["segments", "verify", str(tmp_path)]) == 0
+    bench.check()
+    # The pinning item is whole, and its file goes with it.
+    (key,) = worker.batches
+    worker.done(key, [PINNING])
+    for _ in range(4):
+        bench.tick(0.3)
+        bench.settle()
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    assert bench.status()["storage"]["segment_bytes"] == 0
+    assert bench.status()["completed_items"] == ITEMS
+
+
+def test_segment_with_holes_is_recovered_again_and_again(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path)
+    producer, _ = bench.pin()
+    bench.look_again()
+    for _ in range(3):
+        bench.crash()
+        bench.check()
+        status = bench.status()
+        assert (status["accepted_items"], status["completed_items"]) == (ITEMS, ITEMS - 1)
+        assert (status["ready_items"], status["ready_tokens"]) == (1, 100)
+        assert status["completed_tokens"] == 100 * (ITEMS - 1)
+        assert not bench.found.damaged
+        assert not bench.found.quarantined
+    producer.hello()
+    bench.settle()
+    assert producer.upto == ITEMS
+    worker = bench.worker(batch=ITEMS)
+    bench.dispatch()
+    (key,) = worker.batches
+    assert bytes(worker.batches[key].body) == b"x" * SIZE
+    worker.done(key)
+    bench.settle()
+    assert producer.results[PINNING + 1] == [Status.OK]
+    for _ in range(4):
+        bench.tick(0.3)
+        bench.settle()
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    bench.crash()
+    assert bench.status()["completed_tokens"] == 100 * ITEMS
+    bench.check()
+
+
+def test_crash_at_every_point_of_making_holes(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path / "run")
+    bench.pin()
+    first = len(bench.faults.ops)
+    bench.look_again()
+    last = len(bench.faults.ops)
+    bench.backing.close()
+    assert any(len(op.data) > 4 * SIZE and not any(op.data) for op in bench.faults.ops[first:])
+    ways = ["killed", "dropped", "kept", "torn", "torn again"]
+    for at in range(first, last + 1):
+        for seed, how in enumerate(ways):
+            image = (
+                bench.faults.killed(at, torn=True)
+                if how == "killed"
+                else bench.faults.unplugged(at, how.split()[0], seed)
+            )
+            root = tmp_path / f"{at}-{seed}"
+            image.put(root)
+            found = DiskBench(root)
+            found.check()
+            status = found.status()
+            assert (status["accepted_items"], status["completed_items"]) == (ITEMS, ITEMS - 1)
+            assert status["ready_items"] == 1
+            assert status["completed_tokens"] == 100 * (ITEMS - 1)
+            assert not found.found.damaged
+            found.backing.close()
+
+
+def test_segment_that_is_merely_busy_gets_no_holes(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path)
+    bench.pin()
+    before = len(bench.faults.ops)
+    bench.now += pins.PIN_CHECK_S
+    bench.tick(0.2)
+    bench.settle()
+    assert not [op for op in bench.faults.ops[before:] if len(op.data) >= SIZE]
+    bench.backing.close()

@@ -1,0 +1,137 @@
+"""The policies alone: how many items a second one core assigns, enqueues and packs.
+
+Messages come as clients send them, sorted from the longest down, into one shape. Timed, for people;
+and counted in bytecode instructions, which are the same on every machine with the same Python, for
+a check that fails when the hot path grows. What runs inside C functions is not counted.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import zfabric
+from zfabric.bench.lengths import synthetic
+from zfabric.bench.replay import Replay
+
+MESSAGE = 1_024
+BACKLOG = 10_000
+# Virtual arrivals per second.
+RATE = 2_225
+# Items that are counted, after as many that only fill the lanes; counting takes its time.
+COUNTED_ITEMS = 20 * MESSAGE
+# Runs of which the fastest is printed: others only add what else the machine did.
+RUNS = 3
+# Growth that fails the check.
+GROWTH_MAX = 1.2
+# Instructions for each item on the synthetic trace, by version of Python and case.
+RECORDED = {
+    "3.11": {"group 60": 67.2, "tight 60": 39.9, "group 2048": 121.8, "tight 2048": 120.4},
+}
+
+
+class Case(NamedTuple):
+    """What is measured."""
+
+    lanes: int
+    packing: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.packing} {self.lanes}"
+
+
+CASES = (Case(60, "group"), Case(60, "tight"), Case(2_048, "group"), Case(2_048, "tight"))
+
+
+def messages(lengths: Sequence[int], items: int, seed: int) -> list[list[int]]:
+    """`items` drawn lengths in messages, each from the longest down."""
+    rng = random.Random(seed)
+    return [
+        sorted(rng.choices(lengths, k=min(MESSAGE, items - start)), reverse=True)
+        for start in range(0, items, MESSAGE)
+    ]
+
+
+def feed(replay: Replay, drawn: Sequence[Sequence[int]], now: float) -> float:
+    """Send the messages through; returns the virtual time after them."""
+    for message in drawn:
+        now += len(message) / RATE
+        replay.maintain(now)
+        replay.submit(message, now)
+        replay.drain(BACKLOG, now)
+    return now
+
+
+def timed(case: Case, lengths: Sequence[int], items: int, seed: int) -> float:
+    """Items per second of CPU, when the lanes have settled; the fastest of RUNS."""
+    drawn = messages(lengths, items, seed)
+    best = 0.0
+    for _ in range(RUNS):
+        replay = Replay(case.lanes, case.packing)
+        now = feed(replay, drawn[: len(drawn) // 4], 0.0)
+        started = time.process_time()
+        feed(replay, drawn[len(drawn) // 4 :], now)
+        seconds = time.process_time() - started
+        best = max(best, sum(map(len, drawn[len(drawn) // 4 :])) / max(seconds, 1e-9))
+    return best
+
+
+def counted(case: Case, lengths: Sequence[int], seed: int) -> float:
+    """Bytecode instructions of this package for each item."""
+    drawn = messages(lengths, 2 * COUNTED_ITEMS, seed)
+    replay = Replay(case.lanes, case.packing)
+    half = len(drawn) // 2
+    now = feed(replay, drawn[:half], 0.0)
+    instructions = 0
+    package = str(Path(zfabric.__file__).parent)
+
+    def enter(frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal instructions
+        if event == "opcode":
+            instructions += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        feed(replay, drawn[half:], now)
+    finally:
+        sys.settrace(before)
+    return instructions / COUNTED_ITEMS
+
+
+def run(lengths: Sequence[int], items: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each case."""
+    for case in CASES:
+        yield {
+            "lanes": case.lanes,
+            "packing": case.packing,
+            "items_per_s": timed(case, lengths, items, seed),
+            "instructions_per_item": counted(case, lengths, seed),
+        }
+
+
+def check() -> Iterator[dict[str, Any]]:
+    """A row for each case: the count beside what was recorded for this version of Python."""
+    known = RECORDED.get(f"{sys.version_info.major}.{sys.version_info.minor}", {})
+    for case in CASES:
+        count, before = counted(case, synthetic(), seed=1), known.get(case.name)
+        growth = count / before - 1 if before else None
+        yield {
+            "case": case.name,
+            "instructions_per_item": count,
+            "recorded": before,
+            "growth": growth,
+        }

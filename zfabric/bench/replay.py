@@ -1,0 +1,220 @@
+"""Replay: the policies alone, one shape on a virtual clock, with lists in place of a store.
+
+It runs the broker's own `lanes`, `draining`, `sweep` and `packing`. Lengths are tokens,
+times virtual seconds. A closed loop: whatever is over the backlog is packed at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from zfabric.draining import DrainLimits, Fullest, LaneDraining
+from zfabric.lanes import RUNS_PAY_ITEMS, Lanes
+from zfabric.packing import (
+    BATCH_COST_TOKENS,
+    Packed,
+    batch_fill,
+    pack_group,
+    pack_strict,
+    pack_tight,
+)
+from zfabric.shapes import Contract
+from zfabric.sweep import candidates, goes_on_below
+
+# The contract of all measured figures of the design.
+CONTRACT = Contract(32, 65_536, 65_536)
+# Virtual seconds between two looks for idle lanes.
+MAINTAIN_S = 1.0
+
+
+class Totals:
+    """What batches have cost, all shapes and tenths added up as one likes."""
+
+    __slots__ = ("batches", "fill_sum", "items", "padded_tokens", "real_tokens")
+
+    def __init__(self) -> None:
+        self.items = self.batches = self.real_tokens = self.padded_tokens = 0
+        self.fill_sum = 0.0
+
+    def book(self, real_tokens: int, packed: Packed, contract: Contract) -> None:
+        """Count one batch."""
+        padded = packed.count * packed.pad_to
+        self.items += packed.count
+        self.batches += 1
+        self.real_tokens += real_tokens
+        self.padded_tokens += padded
+        self.fill_sum += batch_fill(packed.count, padded, contract)
+
+    def add(self, other: Totals) -> None:
+        """Count another's batches too."""
+        for field in self.__slots__:
+            setattr(self, field, getattr(self, field) + getattr(other, field))
+
+    def ratios(self) -> dict[str, float | None]:
+        """Waste, mean fill and cost; None without batches."""
+        if not self.batches or not self.real_tokens:
+            return {"waste_ratio": None, "fill_ratio": None, "cost": None}
+        cost = self.padded_tokens + BATCH_COST_TOKENS * self.batches
+        return {
+            "waste_ratio": 1 - self.real_tokens / self.padded_tokens,
+            "fill_ratio": self.fill_sum / self.batches,
+            "cost": cost / self.real_tokens,
+        }
+
+
+class Replay:
+    """One shape: its lanes, what waits in each of them, and what packing it has cost."""
+
+    def __init__(self, lanes_limit: int, packing: str, contract: Contract = CONTRACT) -> None:
+        self.lanes = Lanes(lanes_limit)
+        self.order = LaneDraining(DrainLimits())
+        self.contract = contract
+        self.ready_items = 0
+        self.totals = Totals()
+        self._pack = {"group": self._group, "tight": self._tight, "strict": self._strict}[packing]
+        self._below: int | None = None
+        self._lengths: defaultdict[int, list[int]] = defaultdict(list)
+        self._maintain_at = 0.0
+
+    def submit(self, lengths: Sequence[int], now: float) -> None:
+        """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
+        lane_ids = self.lanes.assign(lengths, now).lane_ids
+        queues, counts = self._lengths, Counter(lane_ids)
+        if len(counts) * RUNS_PAY_ITEMS > len(lengths):
+            for lane, length in zip(lane_ids, lengths, strict=True):
+                queues[lane].append(length)
+        else:
+            start = 0
+            for lane, run in groupby(lane_ids):
+                stop = start + len(list(run))
+                queues[lane] += lengths[start:stop]
+                start = stop
+        rows = [(k, n, sum(queues[k][-n:])) for k, n in counts.items()]
+        self.order.added_rows(rows, now)
+        self.ready_items += len(lengths)
+
+    def maintain(self, now: float) -> None:
+        """Retire idle lanes, every MAINTAIN_S."""
+        if now >= self._maintain_at:
+            self._maintain_at = now + MAINTAIN_S
+            for lane in self.lanes.maintain(now):
+                self.order.quiesce(lane)
+
+    def drain(self, backlog: int, now: float) -> None:
+        """Pack batches until no more than `backlog` items wait."""
+        while self.ready_items > backlog:
+            self._pack(now)
+
+    def _tight(self, now: float) -> None:
+        lane = self.order.choose(now)
+        if lane is not None:
+            lengths = self._lengths[lane][: self.contract.batch_items_max]
+            packed = pack_tight(lengths, self.contract)
+            self._take(((lane, packed.count),), packed, now)
+
+    def _strict(self, now: float) -> None:
+        lane = self.order.choose(now)
+        if lane is not None:
+            queue = self._lengths[lane]
+            places = self.contract.batch_items_max
+            packed = pack_strict(queue[:places], len(queue), max(queue), self.contract)
+            self._take(((lane, packed.count),), packed, now)
+
+    def _group(self, now: float) -> None:
+        queues, places = self._lengths, self.contract.batch_items_max
+        rows, due = candidates(self.order, self.lanes, self._below, now)
+        targets: list[int] = []
+
+        def lengths() -> Iterable[tuple[int, list[int]]]:
+            for lane, target in rows:
+                targets.append(target)
+                yield lane, queues[lane][:places]
+
+        taken, packed = pack_group(lengths(), self.contract)
+        self._take(taken, packed, now)
+        if not due:
+            left = self.order.ready(taken[-1][0])
+            target = targets[len(taken) - 1]
+            self._below = goes_on_below(len(taken), target, left, self.contract)
+
+    def _take(self, taken: Sequence[tuple[int, int]], packed: Packed, now: float) -> None:
+        """Take so many items from the front of each of these lanes, as one batch."""
+        real = 0
+        for lane, count in taken:
+            queue = self._lengths[lane]
+            tokens = sum(queue[:count])
+            del queue[:count]
+            self.order.removed(lane, count, tokens, now, served=True)
+            self.lanes.removed(lane, count)
+            real += tokens
+        self.ready_items -= packed.count
+        self.totals.book(real, packed, self.contract)
+
+
+class Classes:
+    """One shape without lanes: a queue for each value of `key`, the fullest first, packed tight."""
+
+    def __init__(self, key: Callable[[int], int], contract: Contract = CONTRACT) -> None:
+        self.ready_items = 0
+        self.totals = Totals()
+        self._key, self._contract = key, contract
+        self._queues: defaultdict[int, list[int]] = defaultdict(list)
+        self._order: Fullest[int] = Fullest()
+
+    def submit(self, lengths: Sequence[int], now: float) -> None:
+        """One message arrives."""
+        for length in lengths:
+            key = self._key(length)
+            self._queues[key].append(length)
+            self._order.set(key, self._order.tokens(key) + length)
+        self.ready_items += len(lengths)
+
+    def maintain(self, now: float) -> None:
+        """Nothing here retires."""
+
+    def drain(self, backlog: int, now: float) -> None:
+        """Pack batches until no more than `backlog` items wait."""
+        while self.ready_items > backlog and (key := self._order.first()) is not None:
+            queue = self._queues[key]
+            packed = pack_tight(queue[: self._contract.batch_items_max], self._contract)
+            taken = queue[: packed.count]
+            del queue[: packed.count]
+            if queue:
+                self._order.set(key, self._order.tokens(key) - sum(taken))
+            else:
+                self._order.discard(key)
+            self.ready_items -= packed.count
+            self.totals.book(sum(taken), packed, self._contract)
+
+
+class Windows:
+    """One shape: `items` at a time are sorted, longest first, and cut into batches, all of them."""
+
+    def __init__(self, items: int, contract: Contract = CONTRACT) -> None:
+        self.ready_items = 0
+        self.totals = Totals()
+        self._items, self._contract = items, contract
+        self._window: list[int] = []
+
+    def submit(self, lengths: Sequence[int], now: float) -> None:
+        """One message arrives."""
+        self._window += lengths
+        self.ready_items += len(lengths)
+
+    def maintain(self, now: float) -> None:
+        """Nothing here retires."""
+
+    def drain(self, backlog: int, now: float) -> None:
+        """Pack every full window, and with a backlog of 0 the rest too."""
+        while len(self._window) >= self._items or (self._window and not backlog):
+            window, self._window = self._window[: self._items], self._window[self._items :]
+            window.sort(reverse=True)
+            start = 0
+            while start < len(window):
+                part = window[start : start + self._contract.batch_items_max]
+                packed = pack_tight(part, self._contract)
+                self.totals.book(sum(part[: packed.count]), packed, self._contract)
+                start += packed.count
+            self.ready_items -= len(window)

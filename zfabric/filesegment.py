@@ -1,0 +1,121 @@
+"""A lane's segment on disk: lengths, states and cursors in memory, everything else in its file.
+
+Lengths are tokens, times seconds on the caller's monotonic clock. Decides nothing; `files` says
+when what it owes is written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from zfabric.entryfiles import SegmentFile
+from zfabric.pins import Hole
+from zfabric.segment import DEAD_WORD, Column
+from zfabric.segments import Append, Row
+
+if TYPE_CHECKING:
+    from zfabric.files import FileBacking
+    from zfabric.queues import LaneQueue
+
+
+class FileSegment:
+    """A lane's segment on disk: cursors here, bytes in its file."""
+
+    __slots__ = (
+        "_backing",
+        "boundary",
+        "counts",
+        "cursor",
+        "deleted",
+        "done_ahead",
+        "file",
+        "holes",
+        "lengths",
+        "nonce",
+        "queue",
+        "slot",
+        "states",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, slot: int, queue: LaneQueue, backing: FileBacking, file: SegmentFile
+    ) -> None:
+        self.slot = slot
+        self.nonce = file.header.nonce
+        self.queue = queue
+        self.file = file
+        self._backing = backing
+        self.lengths = array("I")
+        self.states = bytearray()
+        self.boundary = 0
+        self.cursor = 0
+        self.deleted = 0
+        self.done_ahead = 0
+        self.tokens = 0
+        # (items, tokens) that ended other than completed, by state word
+        self.counts: dict[int, tuple[int, int]] | None = None
+        # runs of entries whose bytes were given back
+        self.holes: list[Hole] | None = None
+
+    def extend(self, items: Append, now: float) -> int:
+        """See Segment."""
+        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
+        size = self.file.append(
+            Column(
+                items.lengths,
+                items.producer,
+                items.numbers,
+                items.gaps or [1] * len(items.lengths),
+                when_us,
+                self._backing.window,
+                items.targets,
+                items.tags,
+                items.payloads,
+            )
+        )
+        self.lengths.extend(items.lengths)
+        self.states.extend(bytes(len(items.lengths)))
+        self.tokens += sum(items.lengths)
+        return size
+
+    def flush(self) -> int:
+        """See Segment."""
+        return self.file.flush()
+
+    def read(self, entry: int) -> Row:
+        """See Segment."""
+        found, payload = self.file.entry(entry)
+        enqueued_s = found.when_us / 1e6 - self._backing.wall_offset_s
+        return Row(found.owner, found.number, found.target, found.tag, enqueued_s, payload)
+
+    def enqueued_s(self, entry: int) -> float:
+        """See Segment."""
+        return self.read(entry).enqueued_s
+
+    def tombstone(self, entry: int, *, dead: bool) -> int:
+        """See Segment; written when the result it speaks of is durable."""
+        self._backing.pins.ended(self)
+        if dead:
+            self.count(DEAD_WORD, self.lengths[entry])
+            self._backing.owe_word(self.file, entry, DEAD_WORD)
+        else:
+            self._backing.owe_tombstone(self.file, entry)
+        return self.file.payload_bytes(entry)
+
+    def count(self, word: int, tokens: int) -> None:
+        """An entry ended, and not completed."""
+        if self.counts is None:
+            self.counts = {}
+        items, before = self.counts.get(word, (0, 0))
+        self.counts[word] = (items + 1, before + tokens)
+
+    def set_attempts(self, entry: int, attempts: int) -> None:
+        """See Segment."""
+        self.file.write_word(entry, 0, attempts)
+
+    def drop(self) -> None:
+        """See Segment."""
+        self._backing.pins.gone(self)
+        self._backing.owe_retirement(self)
