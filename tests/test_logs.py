@@ -58,10 +58,13 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_reader_that_sleeps_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "said"), [("text", "lines before it"), ("json", "dropped_bef")])
+def test_reader_that_sleeps_costs_lines_and_no_time(
+    monkeypatch: pytest.MonkeyPatch, form: str, said: str
+) -> None:
     monkeypatch.setattr(logs, "LINES_MAX", 10)
     stream = Stuck()
-    log = EventLog("text", stream)
+    log = EventLog(form, stream)
     for _ in range(50):
         log.write(EVENT)
     assert log.dropped >= 39
@@ -70,7 +73,27 @@ def test_reader_that_sleeps_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPa
     log.write({**EVENT, "text": "after"})
     log.close()
     last = stream.getvalue().splitlines()[-1]
-    assert "after" in last and "lines before it were dropped" in last
+    assert "after" in last and said in last
+
+
+def test_end_does_not_wait_for_a_reader_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "LINES_MAX", 4)
+    monkeypatch.setattr(logs, "CLOSE_S", 0.05)
+    stream = Stuck()
+    log = EventLog("text", stream)
+    for _ in range(9):
+        log.write(EVENT)
+    log.close()
+    stream.free.set()
+
+
+def test_reader_that_is_gone_ends_nothing() -> None:
+    stream = io.StringIO()
+    stream.close()
+    log = EventLog("text", stream)
+    for _ in range(3):
+        log.write(EVENT)
+    log.close()
 
 
 @pytest.mark.e2e

@@ -9,8 +9,16 @@ import pytest
 
 from tests.dashboards import Day, a_day
 from zfabric import snapshot
-from zfabric.publishing import LANES_S, LENGTHS_S, TOPICS_MAX, Publishing
+from zfabric.publishing import (
+    FEW_SHAPES,
+    LANES_S,
+    LENGTHS_S,
+    SURVEY_S,
+    TOPICS_MAX,
+    Publishing,
+)
 from zfabric.recent import ITEMS_MAX, Recent
+from zfabric.shapes import Shape
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +169,20 @@ def test_full_disk_is_said_with_its_reason_and_when_it_is_over() -> None:
     assert seen == [None, "0 bytes are free", "0 bytes are free", None]
     names = [event["event"] for event in day.events]
     assert names.count("storage_full") == names.count("storage_available") == 1
+
+
+def test_of_many_shapes_the_sums_are_a_moment_old_and_the_books_are_not() -> None:
+    day = Day()
+    producer = day.bench.producer("many")
+    for k in range(FEW_SHAPES + 1):
+        producer.submit([100 + k], Shape.of("llama-3-8b", f"shape {k}", tokens=[9]))
+    day.bench.settle()
+    now = day.bench.now
+    first = day.publishing.view(now)
+    producer.submit([5_000], Shape.of("llama-3-8b", "one more", tokens=[9]))
+    day.bench.settle()
+    soon, later = day.publishing.view(now + 0.5), day.publishing.view(now + SURVEY_S)
+    assert soon["lanes_active"] == first["lanes_active"] == later["lanes_active"] - 1
+    assert soon["accepted_items"] == later["accepted_items"] == first["accepted_items"] + 1
+    assert soon["residual_items"] == 0
+    assert later["shapes"][0]["ready_tokens"] == 5_000

@@ -194,6 +194,28 @@ def test_broker_that_dies_and_returns_is_disconnected_and_then_live(fabric: Fabr
         assert b"Traceback" not in top.wrote
 
 
+def test_terminal_without_colour_and_unicode_gets_neither(fabric: Fabric, tmp_path: Path) -> None:
+    start_broker(fabric)
+    start_worker(fabric, "gpu0")
+    run_job(fabric, tmp_path)
+    with terminal("top", "--ascii", "--broker", fabric.address, NO_COLOR="1") as top:
+        shown = top.until(lambda lines: any("gpu0" in line for line in lines))
+        for key, word in (("2", "lane 0"), ("3", "signature"), ("4", "heartbeat"),
+                          ("5", "residual"), ("6", "worker_joined"), ("w", "verdict"),
+                          ("?", "keys"), ("d", "[y] yes")):  # fmt: skip
+            top.press(key)
+            shown = top.until(lambda lines, word=word: any(word in line for line in lines))
+            assert all(line.isascii() for line in shown), shown
+        top.press("n")
+        top.press("q")
+        assert top.process.wait(PATIENCE_S) == 0
+    # SGR 30 to 49 and 90 to 107 are colours, but for 39 and 49, which are the terminal's own.
+    codes = re.findall(rb"\x1b\[([\d;]*)m", top.wrote)
+    numbers = {int(number) for code in codes for number in code.split(b";") if number}
+    assert not {n for n in numbers if 30 <= n <= 48 or 90 <= n <= 107} - {39}
+    assert 7 in numbers
+
+
 def comparable(status: dict[str, Any]) -> dict[str, Any]:
     """A status without what is another from moment to moment."""
     still = {k: v for k, v in status.items() if k not in ("time", "uptime_s", "peers")}

@@ -273,6 +273,14 @@ def test_palette_without_unicode(day: Day) -> None:
     assert all(line.isascii() for line in lines)
 
 
+def test_dialogs_without_unicode(day: Day) -> None:
+    model = day.views[-1]["models"][0]
+    app = live(day, models=[model, {**model, "model": "other"}])
+    app._palette.ascii_only = True
+    for lines in pressed(app, "p", "1", look=screen_of):
+        assert all(line.isascii() for line in lines)
+
+
 # -- orders ---------------------------------------------------------------------------------------
 
 ORDERS = [

@@ -7,22 +7,23 @@ queue and a thread writes them; what does not fit is dropped, and how many is sa
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import queue
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
-from zfabric.eventnames import INFO, level_of
+from zfabric.eventnames import level_of
 
 # Lines that may wait for the writer.
 LINES_MAX = 10_000
+# How long the end waits for a reader that does not keep up, twice at most.
+CLOSE_S = 1.0
 # What every event has; the rest are its own fields.
 COMMON = ("seq", "time", "event", "text")
-LEVELS = {INFO: logging.INFO}
 
 
 def json_line(event: Mapping[str, Any]) -> str:
@@ -55,26 +56,36 @@ class EventLog:
 
     def __init__(self, form: str, stream: TextIO | None = None) -> None:
         self._line = json_line if form == "json" else text_line
-        self._queue: queue.Queue[Any] = queue.Queue(LINES_MAX)
-        self._handler = QueueHandler(self._queue)
-        writer = logging.StreamHandler(stream or sys.stderr)
-        self._listener = QueueListener(self._queue, writer)
-        self._listener.start()
+        self._stream = stream or sys.stderr
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
+        self._thread = threading.Thread(target=self._run, name="zfabric-log", daemon=True)
+        self._thread.start()
         self.dropped = 0
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Log one event, or count it as dropped."""
-        if self._queue.full():
-            self.dropped += 1
-            return
         text = self._line(event)
-        if self.dropped:
+        if self.dropped and self._line is text_line:
             text = f"{text} ({self.dropped} lines before it were dropped)"
+        elif self.dropped:
+            text = json.dumps({**json.loads(text), "dropped_before": self.dropped})
+        try:
+            self._lines.put_nowait(text)
             self.dropped = 0
-        level = LEVELS.get(level_of(event["event"]), logging.WARNING)
-        record = logging.LogRecord("zfabric", level, "", 0, text, None, None)
-        self._handler.enqueue(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def _run(self) -> None:
+        while (text := self._lines.get()) is not None:
+            try:
+                self._stream.write(text + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                # Whoever read it is gone. What comes fills the queue and is counted as dropped.
+                return
 
     def close(self) -> None:
-        """Write what waits, and end."""
-        self._listener.stop()
+        """Write what waits, and end; a reader that sleeps is not waited for."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)

@@ -14,6 +14,7 @@ from typing import Any
 
 from zfabric import snapshot
 from zfabric.dispatcher import Dispatcher
+from zfabric.groups import Group
 from zfabric.protocol import TOPIC_EVENT, TOPIC_LANES, TOPIC_LENGTHS, TOPIC_SNAPSHOT
 
 # Topics that are served: a dashboard has four.
@@ -21,6 +22,9 @@ TOPICS_MAX = 64
 # 2,048 lanes cost some 7 ms, and a heat map that moves more often than once a second flickers.
 LANES_S = 1.0
 LENGTHS_S = 10.0
+# A pass over thousands of shapes costs some 4 ms a thousand; so many are passed over each time.
+FEW_SHAPES = 100
+SURVEY_S = 1.0
 CURRENT = b"current"
 
 
@@ -33,6 +37,8 @@ class Publishing:
         self._topics: set[bytes] = set()
         self._next_s = self._next_lanes_s = self._next_lengths_s = 0.0
         self._lengths_taken = 0
+        self._next_survey_s = 0.0
+        self._survey: tuple[snapshot.Survey, list[Group]] = (snapshot.Survey(), [])
 
     def changed(self, change: bytes) -> None:
         """A subscription began (its first byte is 1) or ended (0), as XPUB tells it."""
@@ -51,9 +57,18 @@ class Publishing:
     def view(self, now: float) -> dict[str, Any]:
         """The whole fabric, as of now."""
         fabric = self._dispatcher.fabric
-        view = {**self._dispatcher.meta(now), **snapshot.status(fabric, now)}
-        view["shapes"] = snapshot.shapes(fabric, now)
+        found, chosen = self._surveyed(now)
+        view = {**self._dispatcher.meta(now), **snapshot.status(fabric, now, found)}
+        view["shapes"] = snapshot.shapes(fabric, now, chosen=chosen)
         return view
+
+    def _surveyed(self, now: float) -> tuple[snapshot.Survey, list[Group]]:
+        """Sums over all shapes, and which of them to show: where there are many, a moment old."""
+        fabric = self._dispatcher.fabric
+        if len(fabric.groups) <= FEW_SHAPES or now >= self._next_survey_s:
+            self._next_survey_s = now + SURVEY_S
+            self._survey = (snapshot.survey(fabric), snapshot.top_groups(fabric))
+        return self._survey
 
     def messages(self, now: float) -> Iterator[tuple[bytes, Any]]:
         """(topic, value) of everything that is due."""

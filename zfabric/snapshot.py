@@ -29,14 +29,17 @@ TOP_ROWS_MAX = 50
 CURRENT_SHAPES_MAX = 4
 
 
-def status(fabric: Fabric, now: float) -> dict[str, Any]:
-    """The whole fabric in one map; the ledger's identity is recomputed, not assumed."""
+def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str, Any]:
+    """The whole fabric in one map; the ledger's identity is recomputed, not assumed.
+
+    `found` is a survey that is fresh enough; without it one is made.
+    """
     # The store's own count, the pending map's and the ledger's: three sources, one identity.
     ready = (fabric.store.ready_items, fabric.store.ready_tokens)
     pending = (fabric.pending.items, fabric.pending.tokens)
     balance = fabric.flow.balance(ready, pending)
     flow = fabric.flow
-    sums = _sum(fabric)
+    found = found or survey(fabric)
     return {
         "accepted_items": flow.accepted_items,
         "accepted_tokens": flow.accepted_tokens,
@@ -55,8 +58,8 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "failed_items": flow.failed_items,
         "cancelled_items": flow.cancelled_items,
         "refused_items": fabric.counters.get("refused_items", 0),
-        **_padding(fabric, sums),
-        "shapes_active": sums.shapes_active,
+        **_padding(fabric, found),
+        "shapes_active": found.shapes_active,
         "shape_switches_total": sum(m.draining.switches_total for m in fabric.models.values()),
         "forced_switches_total": sum(
             m.draining.forced_switches_total for m in fabric.models.values()
@@ -64,13 +67,13 @@ def status(fabric: Fabric, now: float) -> dict[str, Any]:
         "dispatch_yields_total": fabric.counters.get("dispatch_yields", 0),
         "redeliveries_total": flow.redeliveries,
         "duplicates_total": flow.duplicates,
-        "oldest_item_age_s": _age(min(sums.oldest_s.values(), default=None), now),
+        "oldest_item_age_s": _age(min(found.oldest_s.values(), default=None), now),
         "held_bytes": fabric.held_bytes(),
         "held_bytes_limit": fabric.config.max_bytes,
         "storage": storage(fabric, now),
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
         "dead_records": len(fabric.dead),
-        "models": [_model(fabric, name, sums, now) for name in fabric.models],
+        "models": [_model(fabric, name, found, now) for name in fabric.models],
         "workers": [worker(fabric, w, now) for w in fabric.workers.values()],
         "jobs": [job(p, now) for p in _recent(fabric)],
         "counters": dict(sorted(fabric.counters.items())),
@@ -108,7 +111,7 @@ def recovery(found: Recovered) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Sums:
+class Survey:
     """What one pass over all shapes finds: there may be thousands, so it is made once."""
 
     shapes_active: int = 0
@@ -116,6 +119,7 @@ class _Sums:
     # of the shapes that have lanes in use
     pressures: float = 0.0
     shapes_laned: int = 0
+    # items, of shapes that are forgotten too
     opened: int = 0
     reused: int = 0
     forced: int = 0
@@ -125,42 +129,44 @@ class _Sums:
     noisiest: Group | None = None
 
 
-def _sum(fabric: Fabric) -> _Sums:
-    sums, limit = _Sums(), fabric.config.lanes
+def survey(fabric: Fabric) -> Survey:
+    """One pass over all shapes."""
+    gone, limit = fabric.retired_lanes, fabric.config.lanes
+    found = Survey(opened=gone["opened"], reused=gone["reused"], forced=gone["forced"])
     wasted = 0
     for group in fabric.groups.values():
         if group.outstanding:
-            sums.shapes_active += 1
+            found.shapes_active += 1
         if group.wasted_tokens > wasted:
-            sums.noisiest, wasted = group, group.wasted_tokens
+            found.noisiest, wasted = group, group.wasted_tokens
         if group.ready_items and group.oldest_s:
             name = group.model.name
-            sums.oldest_s[name] = min(group.oldest_s, sums.oldest_s.get(name, group.oldest_s))
+            found.oldest_s[name] = min(group.oldest_s, found.oldest_s.get(name, group.oldest_s))
         lanes = group.lanes
         if lanes is None:
             continue
-        sums.opened += lanes.opened_total
-        sums.reused += lanes.reused_total
-        sums.forced += lanes.forced_total
+        found.opened += lanes.opened_total
+        found.reused += lanes.reused_total
+        found.forced += lanes.forced_total
         if active := lanes.lanes_active:
-            sums.lanes_active += active
-            sums.pressures += min(1.0, active / limit)
-            sums.shapes_laned += 1
-    return sums
+            found.lanes_active += active
+            found.pressures += min(1.0, active / limit)
+            found.shapes_laned += 1
+    return found
 
 
 def diagnose(fabric: Fabric) -> str:
     """The verdict on the padding, now."""
-    return _verdict(fabric, _sum(fabric))
+    return _verdict(fabric, survey(fabric))
 
 
-def _verdict(fabric: Fabric, sums: _Sums) -> str:
-    noisy = [] if sums.noisiest is None else [sums.noisiest]
-    return verdict(fabric.waste, _mean(sums), noisy)
+def _verdict(fabric: Fabric, found: Survey) -> str:
+    noisy = [] if found.noisiest is None else [found.noisiest]
+    return verdict(fabric.waste, _mean(found), noisy)
 
 
-def _mean(sums: _Sums) -> float:
-    return sums.pressures / sums.shapes_laned if sums.shapes_laned else 0.0
+def _mean(found: Survey) -> float:
+    return found.pressures / found.shapes_laned if found.shapes_laned else 0.0
 
 
 def _age(since_s: float | None, now: float) -> float | None:
@@ -184,9 +190,9 @@ def storage(fabric: Fabric, now: float) -> dict[str, Any]:
     }
 
 
-def _padding(fabric: Fabric, sums: _Sums) -> dict[str, Any]:
+def _padding(fabric: Fabric, found: Survey) -> dict[str, Any]:
     waste = fabric.waste
-    said = _verdict(fabric, sums)
+    said = _verdict(fabric, found)
     since_s = fabric.diagnosis.since(said)
     return {
         "real_tokens": waste.real_tokens,
@@ -195,11 +201,11 @@ def _padding(fabric: Fabric, sums: _Sums) -> dict[str, Any]:
         "waste_tokens": waste.parts._asdict(),
         "waste_verdict": said,
         "waste_verdict_since": None if since_s is None else since_s + fabric.wall_offset_s,
-        "noisiest_shape": _noisiest(sums.noisiest),
+        "noisiest_shape": _noisiest(found.noisiest),
         "batches": waste.batches,
         "batch_fill_ratio": waste.batch_fill_ratio,
         "cost_ratio": waste.cost_ratio,
-        **_lanes_total(fabric, sums),
+        **_lanes_total(fabric, found),
     }
 
 
@@ -215,23 +221,23 @@ def _noisiest(group: Group | None) -> dict[str, Any] | None:
     }
 
 
-def _lanes_total(fabric: Fabric, sums: _Sums) -> dict[str, Any]:
-    gone, pressure = fabric.retired_lanes, _mean(sums)
+def _lanes_total(fabric: Fabric, found: Survey) -> dict[str, Any]:
+    pressure = _mean(found)
     return {
-        "lanes_active": sums.lanes_active,
+        "lanes_active": found.lanes_active,
         "lanes_limit": fabric.config.lanes,
         "lane_pressure_ratio": pressure,
         # The threshold is linear in the pressure, so the mean of one is that of the other.
         "waste_threshold_ratio": (
-            THRESHOLD_BASE + THRESHOLD_SPAN * pressure if sums.shapes_laned else None
+            THRESHOLD_BASE + THRESHOLD_SPAN * pressure if found.shapes_laned else None
         ),
-        "lanes_opened_total": gone["opened"] + sums.opened,
-        "lanes_reused_total": gone["reused"] + sums.reused,
-        "lanes_forced_total": gone["forced"] + sums.forced,
+        "lanes_opened_total": found.opened,
+        "lanes_reused_total": found.reused,
+        "lanes_forced_total": found.forced,
     }
 
 
-def _model(fabric: Fabric, name: str, sums: _Sums, now: float) -> dict[str, Any]:
+def _model(fabric: Fabric, name: str, found: Survey, now: float) -> dict[str, Any]:
     model = fabric.models[name]
     current = model.draining.current
     group = fabric.groups.get(current) if current is not None else None
@@ -244,7 +250,7 @@ def _model(fabric: Fabric, name: str, sums: _Sums, now: float) -> dict[str, Any]
         "ready_items": model.draining.ready_items,
         "ready_tokens": model.draining.ready_tokens,
         "pending_items": model.pending_items,
-        "oldest_item_age_s": _age(sums.oldest_s.get(name), now),
+        "oldest_item_age_s": _age(found.oldest_s.get(name), now),
         "current_signature": f"{group.signature:016x}" if group is not None else None,
         "shape_switches": model.draining.switches_total,
         "input_tokens_max": model.input_tokens_max,
@@ -355,9 +361,16 @@ def shape(group: Group, now: float) -> dict[str, Any]:
     }
 
 
-def shapes(fabric: Fabric, now: float, top: int = TOP_ROWS_MAX) -> list[dict[str, Any]]:
+def shapes(
+    fabric: Fabric, now: float, top: int = TOP_ROWS_MAX, chosen: Iterable[Group] | None = None
+) -> list[dict[str, Any]]:
+    """The `top` shapes, see `top_groups`; or those that were `chosen` a moment ago."""
+    return [shape(group, now) for group in chosen or top_groups(fabric, top)]
+
+
+def top_groups(fabric: Fabric, top: int = TOP_ROWS_MAX) -> list[Group]:
     """The `top` shapes: current first, then by ready tokens, then by accepted tokens."""
-    chosen = heapq.nlargest(
+    return heapq.nlargest(
         top,
         fabric.groups.values(),
         key=lambda g: (
@@ -367,7 +380,6 @@ def shapes(fabric: Fabric, now: float, top: int = TOP_ROWS_MAX) -> list[dict[str
             -g.id,
         ),
     )
-    return [shape(group, now) for group in chosen]
 
 
 def lanes(fabric: Fabric, group: Group, now: float) -> dict[str, Any]:

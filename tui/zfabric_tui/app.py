@@ -289,14 +289,16 @@ class TopApp(App[None]):
         return pages.position
 
     def _draw_lanes(self, lanes: LanesView) -> None:
+        rows = self.snapshot["shapes"] if self.snapshot is not None else []
         signature = self._shape
+        if signature is None and rows and not any(row["current"] for row in rows):
+            signature = rows[0]["signature"]
         self._feed.follow(signature or CURRENT)
         known = self.history.lanes_of(signature)
         if known is not None:
             signature = known["signature"]
-        rows = self.snapshot["shapes"] if self.snapshot is not None else []
         shape = next((row for row in rows if row["signature"] == signature), None)
-        none = "no shape is current" if signature is None else f"waiting for {signature} ..."
+        none = "no shape yet" if signature is None else f"waiting for {signature} ..."
         lanes.show(known, shape, none=none, faint=self.lost)
 
     def say(self, text: str) -> None:

@@ -28,6 +28,7 @@ def add(commands: common.Commands) -> None:
         "--snapshots", type=count, default=100_000, metavar="N",
         help="snapshots that the memory is measured over (default: 100000)",
     )  # fmt: skip
+    flag("--only", choices=("cpu", "memory"), help="one half of it")
     common.add_json(parser)
 
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from zfabric.bench import machine
     from zfabric.cli.bench_watch import measure
 
-    figures = measure(args.shapes, args.lanes, args.seconds, args.snapshots)
+    figures = measure(args.shapes, args.lanes, args.seconds, args.snapshots, args.only)
     report = {"command": "zfabric " + " ".join(sys.argv[1:]), "machine": machine(), **figures}
     if args.json:
         common.show_json(report)

@@ -36,15 +36,20 @@ SETTLE_S = 4.0
 PAIRS = 2
 
 
-def measure(shapes: int, lanes: int, seconds: int, snapshots: int) -> dict[str, Any]:
-    """Every figure, by name."""
+def measure(
+    shapes: int, lanes: int, seconds: int, snapshots: int, only: str | None
+) -> dict[str, Any]:
+    """Every figure, by name; those of the CPU or of the memory alone where `only` says so."""
     figures: dict[str, Any] = {}
-    with _broker(shapes, lanes) as (broker, address), _worker(address):
+    with _broker(shapes, lanes) as (broker, address):
         figures["lanes_in_use"] = broker.ask(60.0)["lanes_active"]
-        figures |= _publishing(broker, address, seconds)
-        figures |= _dashboard(broker, address, seconds)
+        if only != "memory":
+            with _worker(address):
+                figures |= _publishing(broker, address, seconds)
+                figures |= _dashboard(broker, address, seconds)
         view = broker.ask(60.0)
-    figures |= _memory(view, snapshots)
+    if only != "cpu":
+        figures |= _memory(view, snapshots)
     return figures
 
 
