@@ -21,6 +21,8 @@ from zfabric.engine import Engine, EngineFactory
 from zfabric.errors import ConfigError
 
 ENGINES: dict[str, str] = {
+    "llamacpp": "zfabric_workers.llamacpp:LlamaCppEngine",
+    "openai": "zfabric_workers.openai_server:OpenAIEngine",
     "sim": "zfabric_workers.sim:SimEngine",
 }
 
