@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What `make demo` hands to `zfabric demo`: make demo ENGINE=sim MODEL=name ARGS='--items 500'
+# What `make demo` hands to `zfabric demo`: make demo ENGINE=llamacpp MODEL=my.gguf ARGS='--items 90'
 ENGINE ?=
 MODEL ?=
 ARGS ?=

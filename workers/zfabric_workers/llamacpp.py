@@ -22,9 +22,11 @@ from zfabric_workers import check_options, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, disagreement
 from zfabric_workers.httpdriver import Driver, Manner
 from zfabric_workers.inflight import Limit
+from zfabric_workers.openai_server import read_api_key
 
 SLOTS_MAX = 64
 KEY_BYTES = 16
+POOLINGS = ("", "MEAN", "CLS", "LAST")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,7 +39,10 @@ class LlamaCppEngine:
     threads: int = option(0, "processor threads; 0 leaves it to llama.cpp", minimum=0)
     gpu_layers: int = option(-1, "layers on the GPU; -1 leaves it to llama.cpp", minimum=-1)
     embeddings: bool = option(False, "serve /v1/embeddings, and nothing else")
+    pooling: str = option("", "how tokens become a vector: mean, cls or last; empty: the model's")
     timeout_s: float = option(600.0, "seconds in which one request must be answered", minimum=0.001)
+    port: int = option(0, "port of the server, on loopback; 0 is any free one", minimum=0)
+    api_key_file: str = option("", "file with the server's key; without it nobody else knows it")
 
     _server: Any = field(init=False, repr=False, default=None)
     _driver: Driver = field(init=False, repr=False)
@@ -49,6 +54,8 @@ class LlamaCppEngine:
             raise ConfigError("the engine llamacpp needs a model: --model-path FILE.gguf")
         if not Path(self.model_path).is_file():
             raise ConfigError(f"there is no file {self.model_path}")
+        if self.pooling.upper() not in POOLINGS:
+            raise ConfigError("engine option pooling must be mean, cls, last or empty")
         if self.slots > SLOTS_MAX:
             raise ConfigError(f"engine option slots must be at most {SLOTS_MAX}")
 
@@ -65,7 +72,7 @@ class LlamaCppEngine:
             raise ConfigError(
                 "the engine llamacpp needs xllamacpp: pip install 'zfabric[llamacpp]'"
             ) from error
-        key = secrets.token_hex(KEY_BYTES)
+        key = read_api_key(self.api_key_file, "") or secrets.token_hex(KEY_BYTES)
         try:
             self._server = xllamacpp.Server(self._parameters(xllamacpp, key))
         except Exception as error:
@@ -109,13 +116,19 @@ class LlamaCppEngine:
         chosen.cache_idle_slots = False
         chosen.kv_unified = False
         chosen.hostnames = ["127.0.0.1"]
-        chosen.port = 0
+        chosen.port = self.port
         chosen.api_keys = [key]
         chosen.endpoint_metrics = True
+        # Warnings and errors; at 3 it writes several lines for each request.
+        chosen.verbosity = 2
         chosen.ui = False
         chosen.warmup = False
         chosen.fit_params = False
         chosen.embedding = self.embeddings
+        if self.pooling:
+            kinds = xllamacpp.llama_pooling_type
+            name = f"LLAMA_POOLING_TYPE_{self.pooling.upper()}"
+            chosen.pooling_type = getattr(kinds, name)
         chosen.n_gpu_layers = self.gpu_layers
         if self.threads:
             chosen.cpuparams.n_threads = chosen.cpuparams_batch.n_threads = self.threads

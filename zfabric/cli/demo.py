@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import signal
 import threading
 import time
@@ -36,11 +37,14 @@ POLL_S = 0.05
 CONTRACT = ("--max-batch", "32", "--max-tokens", "65536", "--max-input", "8192")
 # A cache that holds a quarter of the prefixes shows what the order of work is worth.
 CACHE_SHARE = 4
+# A real model on two cores answers some 30 of these a second.
+GGUF_ITEMS = 720
 
 TEXT = """
 See it all at work on this machine: start a broker and workers as processes, run a batch file
 of few-shot prompts through them, and print what padding and the prefix cache did. With the
-engine `sim` the cards are simulated, and so is every figure of theirs. Files stay in ./demo-out/.
+engine `sim` the cards are simulated, and so is every figure of theirs; with `llamacpp` a real
+llama.cpp runs a GGUF file, and its cache hits are its own. Files stay in ./demo-out/.
 Try it once more with --policy fifo, the order in which an ordinary queue would serve.
 """
 
@@ -59,7 +63,12 @@ def add(commands: common.Commands) -> None:
     flag("--items", type=count, metavar="N", help="requests to run (default: what there is)")
     flag("--workers", type=count, default=2, metavar="N", help="workers (default: 2)")
     flag("--engine", default="sim", metavar="NAME", help="engine of the workers (default: sim)")
-    flag("--model", default="demo", metavar="NAME", help="model name to use (default: demo)")
+    flag(
+        "--model",
+        default="demo",
+        metavar="NAME",
+        help="model name to use (default: demo); with llamacpp, a GGUF file of yours",
+    )
     policies = KEYS["broker.policy"].choices
     flag("--policy", choices=policies, default="lanes", help="order of work (default: lanes)")
     flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
@@ -72,9 +81,11 @@ def run(args: argparse.Namespace) -> int:
     from zfabric.cli.prompts import write_batch_file
     from zfabric_workers import engine_factory
 
+    OUT.mkdir(exist_ok=True)
+    if args.engine == "llamacpp":
+        _choose_gguf(args)
     opts = args.opt
     engine_factory(args.engine, _parsed(opts))
-    OUT.mkdir(exist_ok=True)
     source, output = OUT / "in.jsonl", OUT / "out.jsonl"
     items, what = write_batch_file(source, args.items, args.model)
     if args.engine == "sim" and not any(opt.startswith("cache_tokens") for opt in opts):
@@ -133,6 +144,20 @@ def _work(
                 return running.result(), signals
         finally:
             lines.end()
+
+
+def _choose_gguf(args: argparse.Namespace) -> None:
+    """The user's own model, or a small one with random weights; and fewer items than simulated."""
+    path = Path(args.model)
+    if path.suffix != ".gguf":
+        from zfabric_workers.tinygguf import write_tiny_gguf
+
+        path = write_tiny_gguf(OUT / "tiny.gguf")
+        common.say(f"zfabric: {path} has random weights: what it writes means nothing")
+    args.model = path.stem
+    threads = max(1, (os.cpu_count() or 1) // args.workers)
+    args.opt = [f"model_path={path}", f"threads={threads}", *args.opt]
+    args.items = args.items or GGUF_ITEMS
 
 
 def _parsed(opts: list[str]) -> dict[str, str]:
