@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from zfabric.engine import Batch, CacheStats, Result
 from zfabric.errors import ConfigError, FabricError
@@ -32,6 +32,9 @@ POOLINGS = ("", "MEAN", "CLS", "LAST")
 @dataclass(kw_only=True, eq=False)
 class LlamaCppEngine:
     """llama.cpp with one model. Raises ConfigError for options that cannot be used."""
+
+    # It batches raggedly: equal lengths buy nothing, the order of prefixes does.
+    pads: ClassVar[bool] = False
 
     model_path: str = option("", "the GGUF file (needed)")
     context_tokens: int = option(0, "context of each slot in tokens; 0 is the model's", minimum=0)

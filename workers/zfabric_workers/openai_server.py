@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from zfabric.engine import Batch, CacheStats, Result
 from zfabric.errors import ConfigError
@@ -30,6 +31,9 @@ _REPORTED = {"auto": None, "yes": True, "no": False}
 @dataclass(kw_only=True, eq=False)
 class OpenAIEngine:
     """A server that somebody else runs. Raises ConfigError for options that cannot be used."""
+
+    # It batches raggedly: equal lengths buy nothing, the order of prefixes does.
+    pads: ClassVar[bool] = False
 
     url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
     served_model: str = option("", "model name that the server knows, if it is another one")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,15 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zfabric.cli import common
+from zfabric.cli import common, fabric
 from zfabric.cli.batch import in_words, stopping
 from zfabric.cli.children import Children
 from zfabric.cli.common import percent
 from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
 from zfabric.cli.top import on_terminal, watch
-from zfabric.config import KEYS, ClientConfig
-from zfabric.errors import TimeoutExpired
+from zfabric.config import KEYS, ClientConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
 
 OUT = Path("demo-out")
 START_S = 30.0
-POLL_S = 0.05
-# One card's contract: batches of 32, and room for the longest prompt of the data.
-CONTRACT = ("--max-batch", "32", "--max-tokens", "65536", "--max-input", "8192")
 # A cache that holds a quarter of the prefixes shows what the order of work is worth.
 CACHE_SHARE = 4
 # A real model on two cores answers some 30 of these a second.
@@ -79,20 +73,18 @@ def add(commands: common.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it all; 0 if every request has its result and the books balance."""
     from zfabric.cli.prompts import write_batch_file
-    from zfabric_workers import engine_factory
 
     OUT.mkdir(exist_ok=True)
     if args.engine == "llamacpp":
         _choose_gguf(args)
-    opts = args.opt
-    engine_factory(args.engine, _parsed(opts))
+    options = fabric.engine_options(args, args.engine, args.workers)
     source, output = OUT / "in.jsonl", OUT / "out.jsonl"
     items, what = write_batch_file(source, args.items, args.model)
-    if args.engine == "sim" and not any(opt.startswith("cache_tokens") for opt in opts):
-        opts = [*opts, f"cache_tokens={prefix_tokens(source) // CACHE_SHARE}"]
+    if args.engine == "sim" and "cache_tokens" not in options:
+        options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
     common.say(f"zfabric: {items:,} requests ({what}) in {source}")
     with _ending_on_signals(), Children(OUT) as children:
-        address = _start(children, args, opts)
+        address = _start(children, args, options)
         summary, signals = _work(address, source, output, args)
         status = _status(address)
     balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
@@ -154,24 +146,20 @@ def _choose_gguf(args: argparse.Namespace) -> None:
 
         path = write_tiny_gguf(OUT / "tiny.gguf")
         common.say(f"zfabric: {path} has random weights: what it writes means nothing")
-    args.model = path.stem
-    threads = max(1, (os.cpu_count() or 1) // args.workers)
-    args.opt = [f"model_path={path}", f"threads={threads}", *args.opt]
+    args.model, args.model_path = path.stem, str(path)
     args.items = args.items or GGUF_ITEMS
-
-
-def _parsed(opts: list[str]) -> dict[str, str]:
-    from zfabric.cli.worker import parse_opts
-
-    return parse_opts(opts)
 
 
 def prefix_tokens(source: Path) -> int:
     """Tokens of all distinct prefixes of a batch file, as they are estimated for its shapes."""
-    from zfabric.batchfile import Request, read_requests
+    from zfabric.batchfile import Discovery, Request, read_requests
 
     with source.open("rb") as stream:
-        shapes = {row.shape for row in read_requests(stream) if isinstance(row, Request)}
+        shapes = {
+            row.shape
+            for row in Discovery().assign(read_requests(stream))
+            if isinstance(row, Request)
+        }
     return sum(shape.prefix_tokens or 0 for shape in shapes)
 
 
@@ -190,41 +178,18 @@ def _ending_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _start(children: Children, args: argparse.Namespace, opts: list[str]) -> str:
+def _start(children: Children, args: argparse.Namespace, options: dict[str, str]) -> str:
     """Start the broker and the workers; returns the broker's address once all are ready."""
-    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--memory", "--json"]
-    broker = children.start("broker", [*words, "--policy", args.policy])
-    address: str = children.ready_line("broker", broker, START_S)["producers"]
+    address = fabric.start_broker(children, ["--memory"], ["--policy", args.policy])
     common.say(f"zfabric: broker at {address}, policy {args.policy}")
-    for k in range(args.workers):
-        name = f"{args.engine}-{k}"
-        words = ["worker", "--engine", args.engine, "--model", args.model, "--name", name]
-        words += ["--broker", address, *CONTRACT]
-        for opt in opts:
-            words += ["--opt", opt]
-        children.start(name, words)
-    _await_workers(children, address, args.workers)
+    contract = fabric.contract_flags(args.engine, WorkerConfig())
+    names = fabric.start_workers(
+        children, address, args.engine, args.model, args.workers, contract, options
+    )
+    fabric.await_workers(children, address, names, lambda row: row["live"] and row["granted"])
     simulated = " (simulated cards)" if args.engine == "sim" else ""
     common.say(f"zfabric: {args.workers} workers ready, engine {args.engine}{simulated}")
     return address
-
-
-def _await_workers(children: Children, address: str, count: int) -> None:
-    from zfabric.client import Client
-
-    until = time.monotonic() + START_S
-    client = Client(address, role="operator", timeout_s=START_S)
-    try:
-        while True:
-            rows = client.request("workers", START_S)
-            if sum(1 for row in rows if row["live"] and row["granted"]) >= count:
-                return
-            children.check()
-            if time.monotonic() > until:
-                raise TimeoutExpired(f"the workers were not ready within {START_S:g} s; see {OUT}")
-            time.sleep(POLL_S)
-    finally:
-        client.close()
 
 
 def _status(address: str) -> dict[str, Any]:
