@@ -20,7 +20,7 @@ from zfabric.cli.parser import count
 from zfabric.cli.progress import Lines, reporter
 from zfabric.cli.worker import add_engine_flags
 from zfabric.config import KEYS, Config
-from zfabric.errors import ConfigError
+from zfabric.errors import ConfigError, TimeoutExpired
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -125,7 +125,11 @@ def _run_embedded(args: argparse.Namespace, config: Config, lines: Lines) -> int
 
     with embedded.running(args, config, lines.notice) as own:
         client = dataclasses.replace(config.client, broker=own.address)
-        code = _run(args, dataclasses.replace(config, client=client), lines, own.check)
+        try:
+            code = _run(args, dataclasses.replace(config, client=client), lines, own.watching.check)
+        except TimeoutExpired:
+            own.watching.explain()
+            raise
     if code in (0, 1) and not args.incomplete:
         embedded.forget(Path(args.output))
     return code

@@ -30,10 +30,10 @@ BROKER_NAMES = ("policy", "packing", "lanes", "max_wait_s", "durability")
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The broker of this run: its address, and a check that it and its workers still live."""
+    """The broker of this run: its address, and who looks after it and its workers."""
 
     address: str
-    check: Callable[[], None]
+    watching: fabric.Watching
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def running(
         fabric.await_workers(children, address, names, lambda row: row["live"])
         many = common.counted(len(names), "worker")
         notice(f"a broker of its own at {address}, {many} with engine {engine}")
-        yield Embedded(address, fabric.Watching(children, names, notice).check)
+        yield Embedded(address, fabric.Watching(children, names, notice))
 
 
 def forget(output: Path) -> None:

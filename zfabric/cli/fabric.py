@@ -18,6 +18,8 @@ from zfabric.config import WorkerConfig
 from zfabric.errors import FabricError, TimeoutExpired
 
 START_S = 30.0
+# A worker that has left its broker is gone, and has said why, after this.
+EXIT_S = 2.0
 POLL_S = 0.05
 # A contract where the user gives none: batches of 32, and room for long few-shot prompts.
 MAX_BATCH, MAX_TOKENS, MAX_INPUT = 32, 65_536, 8_192
@@ -124,6 +126,13 @@ class Watching:
             if not self._workers:
                 raise FabricError(f"no worker is left; {text}")
             self._notice(text)
+
+    def explain(self) -> None:
+        """Raises FabricError if what a run waits for in vain is a worker that is just ending."""
+        until = time.monotonic() + EXIT_S
+        while time.monotonic() < until:
+            self.check()
+            time.sleep(POLL_S)
 
 
 def directory_of(output: Path) -> Path:
