@@ -91,9 +91,7 @@ def test_reuse_equals_no_reuse(engine, plain, capsys):
         assert reused >= len(engine._encode(SYSTEM)) - 1
         difference = (found - expected).abs().max().item()
         with capsys.disabled():
-            sys.stdout.write(
-                f"\nreuse against none: largest difference of a logit {difference:.2e}\n"
-            )
+            sys.stdout.write(f"\nreuse against none: largest logit difference {difference:.2e}\n")
         assert difference < TOLERANCE
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 

@@ -271,3 +271,12 @@ class CausalEngine:
             # The first token that reaches top_p is kept, and all before it.
             shares[places[ordered.cumsum(-1) - ordered > top_p]] = 0
         return int(self._torch.multinomial(shares, 1, generator=draw))
+
+
+def cuda_name() -> str | None:
+    """The CUDA device that a model would run on; None where there is none, or no torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
