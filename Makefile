@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH := $(VENV)/.torch
 # What `make demo` hands to `zfabric demo`: make demo ENGINE=llamacpp MODEL=my.gguf ARGS='--items 90'
 ENGINE ?=
 MODEL ?=
@@ -10,10 +11,10 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test check test-torch gpu-check clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(STAMP) ## make .venv and install zfabric with pinned versions
 
@@ -36,6 +37,17 @@ check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/test_style.py
+
+# torch is large, and without an index of its own pip takes the one for CUDA: not part of `test`.
+$(TORCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[transformers,embed]' -c constraints.txt
+	@touch $@
+
+test-torch: $(TORCH) ## the tests of the engines transformers and embed (installs torch)
+	$(BIN)/python -m pytest -q tests/test_causal.py tests/test_embed.py
+
+gpu-check: $(TORCH) ## a 1 B model on a CUDA GPU: padding and prefix reuse, under five minutes
+	$(BIN)/zfabric bench gpu $(ARGS)
 
 clean: ## remove what make has made, .venv too
 	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.running import FAST, brokering, operating, serving, zfabric
 from zfabric.batchfile import BadLine, Discovery, Request, estimate_tokens, read_requests
 from zfabric.batchfile.chains import BLOCK_CHARS, CHAT, COMPLETIONS, EMBEDDINGS
 from zfabric.batchfile.discovery import COUNT_MIN, FrequentNodes
+from zfabric.batchrun import run_batch
 from zfabric.cli.prompts import BBH
 from zfabric.shapes import COMPONENTS_MAX, LABEL_BYTES_MAX
 
@@ -190,6 +192,19 @@ def test_a_node_that_comes_often_survives_a_flood_of_others():
         if k % 50 == 0:
             table.add([1])
     assert table[1] > 1_000
+
+
+@pytest.mark.e2e
+def test_the_broker_shows_what_was_found_by_example(tmp_path):
+    lines = stream_of([chat("Name the team.", str(k)) for k in range(COUNT_MIN)]).getvalue()
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    with brokering() as broker, serving(FAST, broker.address):
+        run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", broker=broker.address)
+        with operating(broker.address) as client:
+            (row,) = client.request("shapes", 10)
+        shown = zfabric("shapes", "--broker", broker.address, cwd=tmp_path).stdout
+    assert (row["accepted_items"], row["example"]) == (COUNT_MIN, "q-0: Name the team.")
+    assert "q-0: Name the team." in shown
 
 
 # -- real prompts ------------------------------------------------------------------------------
