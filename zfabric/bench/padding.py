@@ -184,10 +184,10 @@ def _fabric(contract: Contract, factory: EngineFactory, policy: str) -> Iterator
     """A broker in memory and one worker, and a client of theirs."""
     broker = Broker(BrokerConfig(port=0, memory=True, policy=policy))
     address = broker.bind().producers
-    serving = threading.Thread(target=broker.run, name="broker")
+    serving = threading.Thread(target=broker.run, name="broker", daemon=True)
     serving.start()
     worker = Worker(factory, broker=address, model=MODEL, contract=contract, name="bench")
-    working = threading.Thread(target=worker.run, name="worker")
+    working = threading.Thread(target=worker.run, name="worker", daemon=True)
     working.start()
     client = Client(address, name="bench", timeout_s=READY_S)
     try:
