@@ -151,6 +151,9 @@ class Fabric:
             model.groups[key] = self.groups[group.id] = group
         elif group.id in self.idle:
             del self.idle[group.id]
+        if shape.label and not group.shape.label and not fifo:
+            # restored from disk, where no example is kept
+            group.shape = shape
         return group
 
     def producer(self, name: str, now: float) -> Producer:
