@@ -13,7 +13,7 @@ No socket, no clock, no message: those who decide when (`intake`, `dispatch`) ca
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zfabric.config import BrokerConfig
@@ -107,12 +107,10 @@ class Fabric:
         if model is None:
             if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
-            chain_of = self._chain_of if self.config.next_shape == "affinity" else None
+            affine = self.config.next_shape == "affinity"
+            chain_of = (lambda number: self.groups[number].shape.components) if affine else None
             model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
-
-    def _chain_of(self, number: int) -> tuple[int, ...]:
-        return self.groups[number].shape.components
 
     def _drop_idle_model(self) -> bool:
         """Forget the oldest model that has neither work nor workers; whether there was one."""
@@ -502,10 +500,3 @@ class Fabric:
             if queue.ready_items and (t := self.store.oldest_s(queue)) is not None
         ]
         group.oldest_s = min(times, default=None)
-
-    def waiting_of(self, producer: Producer) -> Iterator[list[int]]:
-        """Ready items of one producer, a queue at a time; the caller may end them."""
-        for group in list(self.groups.values()):
-            for queue in list(group.queues.values()):
-                if queue.ready_items:
-                    yield self.store.waiting_of(queue, producer.index)
