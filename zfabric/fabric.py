@@ -430,18 +430,8 @@ class Fabric:
         attempts = self.store.attempts.get(ref, 0)
         # A requeued item is still the one that its producer numbered.
         first = self.retries.get(known.number, known.number)
-        shape = self._shape_of(ref)
-        record = DeadRecord(
-            self.dead.next_id,
-            name,
-            first,
-            shape,
-            known.length,
-            known.payload,
-            reason,
-            attempts,
-            now,
-        )
+        what = (self._shape_of(ref), known.length, known.payload)
+        record = DeadRecord(self.dead.next_id, name, first, *what, reason, attempts, now)
         self.dead.add(record, self.wall_offset_s)
         text = f"given up after {attempts} attempts: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
