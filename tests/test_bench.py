@@ -135,9 +135,9 @@ def test_waste_has_a_row_for_each_policy_and_backlog_and_one_floor() -> None:
 
 def test_cache_hits_from_the_start_and_forgets_ends_first() -> None:
     cache = order.Cache(3)
-    prompt = order.Request((1, 2, 3), (), 1_400)
+    prompt = order.Request((1, 2, 3), (), 1_400, 0.0)
     assert [cache.run(prompt), cache.run(prompt)] == [0, 1_400]
-    cache.run(order.Request((9,), (), 10))
+    cache.run(order.Request((9,), (), 10, 0.0))
     # block 3 made way; 1 and 2 are still there
     assert cache.run(prompt) == 2 * order.BLOCK_TOKENS
 
@@ -145,12 +145,14 @@ def test_cache_hits_from_the_start_and_forgets_ends_first() -> None:
 def test_orders_run_every_request_and_affinity_comes_near_the_ceiling() -> None:
     requests = order.synthetic(1_500)
     rows = list(order.run(requests, [200], [0.0, 60.0]))
-    assert len(rows) == 2 * 5
+    assert len(rows) == 3 * 5
     best = order.ceiling(requests)
-    by = {(r["order"], r["backlog"], r["max_wait_s"]): r["hit_ratio"] for r in rows}
-    assert by["affinity", None, 0.0] > best - 0.02
-    assert by["affinity", None, 0.0] > by["most_tokens", None, 0.0] > by["arrival", None, None]
-    assert by["affinity", 200, 0.0] > by["most_tokens", 200, 0.0]
+    by = {(r["load"], r["order"], r["max_wait_s"]): r["hit_ratio"] for r in rows}
+    queued = [by["queued", "affinity", 0.0], by["queued", "most_tokens", 0.0]]
+    assert queued[0] > best - 0.02
+    assert queued[0] > queued[1] > by["queued", "arrival", None]
+    for load in ("backlog", "as it came"):
+        assert by[load, "affinity", 0.0] > by[load, "most_tokens", 0.0]
     assert all(0 < r["fill_ratio"] <= 1 and r["wait_max_s"] >= r["wait_p99_s"] for r in rows)
 
 
@@ -212,7 +214,7 @@ def test_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{", "{}", '{"input_length": 3, "hash_ids": 5}', "[]"])
 def test_bad_prompts_are_refused_saying_where(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(f'{{"input_length": 3, "hash_ids": [1]}}\n{line}\n')
+    path.write_text(f'{{"timestamp": 0, "input_length": 3, "hash_ids": [1]}}\n{line}\n')
     with pytest.raises(ConfigError, match="line 2"):
         order.read(path)
 

@@ -564,3 +564,35 @@ def test_forced_lane_that_was_not_taken_does_not_use_up_its_turn() -> None:
     lanes.removed(1, 1, 1, 9.0, served=True)
     assert lanes.choose(16.9) == 2
     assert lanes.forced_total == 1
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5), st.integers(0, 900)), max_size=6)
+
+
+@given(st.lists(st.tuples(ROWS, st.booleans()), max_size=8))
+def test_rows_at_once_are_the_same_as_one_by_one(
+    steps: list[tuple[list[tuple[int, int, int]], bool]],
+) -> None:
+    at_once, one_by_one = LaneDraining(), LaneDraining()
+    now = 0.0
+    for rows, serve in steps:
+        now += 1.0
+        at_once.added_rows(rows, now)
+        for row in rows:
+            one_by_one.added(*row, now)
+        lane = at_once.choose(now)
+        assert lane == one_by_one.choose(now)
+        if serve and lane is not None:
+            items, tokens = at_once.ready(lane)
+            for order in (at_once, one_by_one):
+                order.removed(lane, items, tokens, now, served=True)
+        assert at_once.ready_items == one_by_one.ready_items
+        assert at_once.ready_tokens == one_by_one.ready_tokens
+
+
+@pytest.mark.parametrize("bad", [(1, 0, 5), (1, -1, 5), (1, 1, -1)])
+def test_rows_without_an_item_change_nothing(bad: tuple[int, int, int]) -> None:
+    order = LaneDraining()
+    with pytest.raises(InvariantError):
+        order.added_rows([(0, 1, 5), bad], 0.0)
+    assert (order.ready_items, order.choose(0.0)) == (0, None)

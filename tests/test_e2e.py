@@ -15,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.running import lines_in, read_rows, until
-from zfabric.batchfile import Request, read_requests
+from zfabric.batchfile import Discovery, Request, read_requests
 from zfabric.cli.prompts import BBH, write_batch_file
 from zfabric.client import Client
 
@@ -97,7 +97,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def requests_of(path: Path) -> list[Request]:
     with path.open("rb") as stream:
-        return [row for row in read_requests(stream) if isinstance(row, Request)]
+        return [
+            row for row in Discovery().assign(read_requests(stream)) if isinstance(row, Request)
+        ]
 
 
 def quarter_of_the_prefixes(path: Path) -> int:

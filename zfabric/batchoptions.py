@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from zfabric.batchfile.chains import Count
 from zfabric.batchwatch import Progress
 
 # Items open at once: far beyond what any number of cards holds, and 50 MB of numbers and ids.
@@ -36,6 +37,8 @@ class Summary:
     too_long: int = 0
     duplicates: int = 0
     output_tokens: int | None = None
+    # what estimated lengths were multiplied with, by the engine's usage; None: they were counted
+    length_ratio: float | None = None
     seconds: float = 0.0
     complete: bool = False
 
@@ -51,6 +54,7 @@ class Options:
 
     broker: str | None = None
     model: str | None = None
+    count: Count | None = None
     progress: Callable[[Progress], None] | None = None
     notice: Callable[[str], None] = log.warning
     timeout_s: float = 10.0

@@ -9,21 +9,37 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from zfabric.batchfile import BatchOutput
+from zfabric.batchfile.chains import CHAT, EMBEDDINGS
 from zfabric.batchfile.lines import compact_json, parse_json
-from zfabric.batchfile.reader import CHAT, EMBEDDINGS
 from zfabric.batchfile.writer import STATUS_OK
 
 # An unescaped quote on both sides: text that a model wrote cannot look like this.
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+_COUNTS = {
+    name: re.compile(rb'"%s"\s*:\s*(\d{1,12})' % name)
+    for name in (b"prompt_tokens", b"completion_tokens")
+}
 
 
-def completion_tokens(body: bytes) -> int | None:
-    """Tokens that a response says it generated, or None where it says nothing."""
-    start = body.rfind(b'"completion_tokens"')
-    found = _COMPLETION_TOKENS.match(body, start) if start >= 0 else None
+class OpenLine(NamedTuple):
+    """A line without a row: what its row will need, and its length before any correction."""
+
+    custom_id: str
+    url: str
+    model: str
+    length_tokens: int
+
+
+def usage_of(body: bytes) -> tuple[int | None, int | None]:
+    """(prompt tokens, generated tokens) as a response tells them; None where it says nothing."""
+    return _count(body, b"prompt_tokens"), _count(body, b"completion_tokens")
+
+
+def _count(body: bytes, name: bytes) -> int | None:
+    start = body.rfind(b'"%s"' % name)
+    found = _COUNTS[name].match(body, start) if start >= 0 else None
     return int(found[1]) if found else None
 
 

@@ -19,19 +19,13 @@ import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from zfabric.batchfile import (
-    LINE_BYTES_MAX,
-    BadLine,
-    BatchOutput,
-    InputIdentity,
-    Request,
-    read_requests,
-)
+from zfabric.batchfile import BadLine, BatchOutput, InputIdentity, Request
 from zfabric.batchoptions import Options, Summary
-from zfabric.batchrows import completion_tokens, drop_failures, too_long_body, write_retried
-from zfabric.batchwatch import Gone, Meter, Watch, total_lines
+from zfabric.batchrows import OpenLine, drop_failures, too_long_body, usage_of, write_retried
+from zfabric.batchsource import Lengths, Source
+from zfabric.batchwatch import Gone, Meter, Watch
 from zfabric.client import Client
 from zfabric.errors import ConnectError, FabricError, Lost, Refused, StorageError
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
@@ -55,14 +49,6 @@ DEAD_LINES_MAX = 100_000
 log = logging.getLogger("zfabric.batchrun")
 
 
-class _Open(NamedTuple):
-    """A line without a row: what its row will need."""
-
-    custom_id: str
-    url: str
-    model: str
-
-
 class _Stopped(Exception):
     """The caller wants the run to end here."""
 
@@ -81,7 +67,8 @@ def run_batch(
     """Run the requests of `source` and append a row for each to `output`; returns what was done.
 
     The file options are those of `BatchOutput.open`. The others (`Options`): `broker` address,
-    `model` that replaces every request's, `progress` and `notice` callbacks, `timeout_s` to reach
+    `model` that replaces every request's, `count` of a text's tokens (None: they are estimated, and
+    corrected by the usage in results), `progress` and `notice` callbacks, `timeout_s` to reach
     the broker, `stall_timeout_s` after which a run without any result ends (None: never),
     `wait_for_workers` (False: end when nothing but models without a worker is left),
     `open_items_max`, and an Event `stop` that ends the run early and leaves it to be resumed.
@@ -128,7 +115,7 @@ class _Run:
         self._inbox: deque[tuple[list[Arrival], int]] = deque()
         self._arrived = threading.Event()
         # lines whose failure, written by this run, an operator may still have retried
-        self._dead: dict[int, _Open] = {}
+        self._dead: dict[int, OpenLine] = {}
         # lines that a broker found too large: read again, they may be too long to be read
         self._refused: set[int] = set()
         # custom_ids that have a result although their failure has a row
@@ -136,6 +123,7 @@ class _Run:
         now = time.monotonic()
         self._started_s = self._heard_s = self._unsynced_s = self._next_report_s = now
         self._meter = Meter(now)
+        self._lengths = Lengths(counted=options.count is not None)
         self._rows = 0
         self._total: int | None = None
         self._total_exact = False
@@ -155,11 +143,11 @@ class _Run:
             stall_timeout_s=self._options.stall_timeout_s,
             wait_for_workers=self._options.wait_for_workers,
         )
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenLine] = {}
         self._open_of: Counter[str] = Counter()
         self._early: dict[int, list[tuple[int, Arrival]]] = {}
         self._chunk: list[Item] = []
-        self._chunk_open: list[_Open] = []
+        self._chunk_open: list[OpenLine] = []
         self._untaken: deque[tuple[int, int]] = deque()
         self._untaken_bytes = self._chunk_bytes = 0
         self._read_upto = self._last_number = self._lines = 0
@@ -186,6 +174,7 @@ class _Run:
         summary.job = output.job.name
         summary.done, summary.failed = output.results_total, output.failures_total
         summary.bad, summary.lines = output.bad_lines_total, self._lines
+        summary.length_ratio = self._lengths.ratio
         summary.seconds = time.monotonic() - self._started_s
         return summary
 
@@ -255,12 +244,13 @@ class _Run:
     # -- reading ------------------------------------------------------------------------------
 
     def _read(self, stream: BinaryIO) -> None:
-        limit = self._client.payload_bytes_max
-        size = os.fstat(stream.fileno()).st_size
-        rows = read_requests(
-            stream, model=self._options.model, line_bytes_max=min(LINE_BYTES_MAX, limit)
+        source = Source(
+            stream,
+            model=self._options.model,
+            line_bytes_max=self._client.payload_bytes_max,
+            count=self._options.count,
         )
-        for row in rows:
+        for row in source.rows():
             self._read_upto = row.line_number
             self._lines += 1
             if isinstance(row, BadLine):
@@ -272,7 +262,7 @@ class _Run:
                 self._submit()
             if self._lines % CHUNK_ITEMS == 0:
                 if not self._total_exact:
-                    self._total = total_lines(row.line_number, stream.tell(), size)
+                    self._total = source.total_lines()
                 self._step(0)
         self._submit()
         self._read_upto = BROKER_NUMBERS_FROM
@@ -281,7 +271,7 @@ class _Run:
 
     def _request(self, request: Request) -> None:
         line = request.line_number
-        known = _Open(request.custom_id, request.url, request.model)
+        known = OpenLine(request.custom_id, request.url, request.model, request.length_tokens)
         self._taken_before += line <= self._adopt_upto
         if self._output.is_done(request.custom_id):
             if request.custom_id in self._output.dead:
@@ -294,12 +284,13 @@ class _Run:
             for seq, arrival in self._early.pop(line, ()):
                 self._settle(arrival, seq)
         else:
-            item = Item(request.shape, request.payload, request.length_tokens, number=line)
+            length_tokens = self._lengths.of(request.length_tokens)
+            item = Item(request.shape, request.payload, length_tokens, number=line)
             self._chunk.append(item)
             self._chunk_open.append(known)
             self._chunk_bytes += len(request.payload)
 
-    def _opened(self, line: int, known: _Open) -> None:
+    def _opened(self, line: int, known: OpenLine) -> None:
         self._open[line] = known
         self._open_of[known.model] += 1
 
@@ -396,10 +387,14 @@ class _Run:
         if not self._write(line, known, arrival):
             self._summary.duplicates += 1
 
-    def _write(self, line: int, known: _Open, arrival: Arrival) -> bool:
+    def _write(self, line: int, known: OpenLine, arrival: Arrival) -> bool:
         self._rows += 1
         if arrival.status == Status.OK:
-            self._count_tokens(arrival.payload)
+            prompt_tokens, output_tokens = usage_of(arrival.payload)
+            self._lengths.learn(known.length_tokens, prompt_tokens)
+            if output_tokens is not None:
+                known_tokens = self._summary.output_tokens or 0
+                self._summary.output_tokens = known_tokens + output_tokens
             return self._output.write_result(line, known.custom_id, arrival.payload, url=known.url)
         if arrival.status == Status.TOO_LONG:
             return self._output.write_result(line, known.custom_id, self._too_long(line, known))
@@ -431,14 +426,9 @@ class _Run:
         self._sync()
         return self._watch.retrying(time.monotonic(), self._seq - self._acked_seq)
 
-    def _too_long(self, line: int, known: _Open) -> bytes:
+    def _too_long(self, line: int, known: OpenLine) -> bytes:
         self._summary.too_long += 1
         return too_long_body(known.url, known.model, f"{self._output.job.generation}-{line}")
-
-    def _count_tokens(self, body: bytes) -> None:
-        tokens = completion_tokens(body)
-        if tokens is not None:
-            self._summary.output_tokens = (self._summary.output_tokens or 0) + tokens
 
     def _sync(self) -> None:
         """Rows to disk, then the acknowledgement of everything before the first early result."""

@@ -165,11 +165,6 @@ class Watch:
             del self._said[next(iter(self._said))]
 
 
-def total_lines(lines: int, read_bytes: int, size_bytes: int) -> int | None:
-    """Lines of a whole input, judged by those read so far."""
-    return max(lines, round(lines * size_bytes / read_bytes)) if read_bytes else None
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is. `total` is None until known, `total_exact` once the input has been read."""

@@ -336,7 +336,7 @@ def load(
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, section: str, names: Iterable[str] | None = None
+    parser: argparse._ActionsContainer, section: str, names: Iterable[str] | None = None
 ) -> None:
     """Give `parser` the flags of a section (or of `names` in it); `load` parses their text."""
     import argparse

@@ -13,7 +13,7 @@ No socket, no clock, no message: those who decide when (`intake`, `dispatch`) ca
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zfabric.config import BrokerConfig
@@ -102,12 +102,10 @@ class Fabric:
         if model is None:
             if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
-            chain_of = self._chain_of if self.config.next_shape == "affinity" else None
+            affine = self.config.next_shape == "affinity"
+            chain_of = (lambda number: self.groups[number].shape.components) if affine else None
             model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
-
-    def _chain_of(self, number: int) -> tuple[int, ...]:
-        return self.groups[number].shape.components
 
     def _drop_idle_model(self) -> bool:
         """Forget the oldest model that has neither work nor workers; whether there was one."""
@@ -146,6 +144,9 @@ class Fabric:
             model.groups[key] = self.groups[group.id] = group
         elif group.id in self.idle:
             del self.idle[group.id]
+        if shape.label and not group.shape.label and not fifo:
+            # restored from disk, where no example is kept
+            group.shape = shape
         return group
 
     def producer(self, name: str, now: float) -> Producer:
@@ -245,18 +246,25 @@ class Fabric:
         by_lane: dict[int, list[int]] = {}
         for k, lane in enumerate(assigned.lane_ids):
             by_lane.setdefault(lane, []).append(k)
-        targets, tags = assigned.targets, assigned.tags
+        targets, tags = assigned.targets, bytes(assigned.tags)
+        queues, append = group.queues, self.store.append
         for lane, members in by_lane.items():
-            run = Append(
-                [lengths[k] for k in members],
-                [targets[k] for k in members],
-                bytes([tags[k] for k in members]),
-                producer.index,
-                [numbers[k] for k in members],
-                [payloads[k] for k in members],
-                [gaps[k] for k in members] if gaps else (),
-            )
-            self.store.append(self.queue(group, lane), run, now)
+            # Mostly one item, or a run of a sorted message: then slices, which cost a third.
+            first = members[0]
+            if members[-1] - first == len(members) - 1:
+                at = slice(first, first + len(members))
+                columns = (lengths[at], targets[at], tags[at], numbers[at], payloads[at], gaps[at])
+            else:
+                columns = (
+                    [lengths[k] for k in members],
+                    [targets[k] for k in members],
+                    bytes([tags[k] for k in members]),
+                    [numbers[k] for k in members],
+                    [payloads[k] for k in members],
+                    [gaps[k] for k in members] if gaps else (),
+                )
+            run = Append(*columns[:3], producer.index, *columns[3:])
+            append(queues.get(lane) or self.queue(group, lane), run, now)
 
     def queue(self, group: Group, lane: int) -> LaneQueue:
         """The queue of a lane, made if need be."""
@@ -417,18 +425,8 @@ class Fabric:
         attempts = self.store.attempts.get(ref, 0)
         # A requeued item is still the one that its producer numbered.
         first = self.retries.get(known.number, known.number)
-        shape = self._shape_of(ref)
-        record = DeadRecord(
-            self.dead.next_id,
-            name,
-            first,
-            shape,
-            known.length,
-            known.payload,
-            reason,
-            attempts,
-            now,
-        )
+        what = (self._shape_of(ref), known.length, known.payload)
+        record = DeadRecord(self.dead.next_id, name, first, *what, reason, attempts, now)
         self.dead.add(record, self.wall_offset_s)
         text = f"given up after {attempts} attempts: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
@@ -487,10 +485,3 @@ class Fabric:
             if queue.ready_items and (t := self.store.oldest_s(queue)) is not None
         ]
         group.oldest_s = min(times, default=None)
-
-    def waiting_of(self, producer: Producer) -> Iterator[list[int]]:
-        """Ready items of one producer, a queue at a time; the caller may end them."""
-        for group in list(self.groups.values()):
-            for queue in list(group.queues.values()):
-                if queue.ready_items:
-                    yield self.store.waiting_of(queue, producer.index)

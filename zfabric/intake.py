@@ -95,7 +95,8 @@ class Intake:
         raw = fields["components"]
         components = struct.unpack(f"<{len(raw) // 8}Q", raw)
         try:
-            shape = Shape(fields["model"], components, tuple(fields.get("tokens", ())))
+            tokens, label = tuple(fields.get("tokens", ())), fields.get("label", "")
+            shape = Shape(fields["model"], components, tokens, label)
             self._fabric.check_shape(shape)
         except ConfigError as error:
             peer.shapes[number] = "malformed"

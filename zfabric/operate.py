@@ -221,10 +221,11 @@ class Operations:
 def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -> Iterator[None]:
     """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
     payload = error_payload("cancelled", "cancelled by an operator")
-    for refs in fabric.waiting_of(producer):
-        for ref in refs:
-            fabric.end(ref, Status.CANCELLED, payload, clock())
-        yield
+    for group in list(fabric.groups.values()):
+        for queue in [queue for queue in group.queues.values() if queue.ready_items]:
+            for ref in fabric.store.waiting_of(queue, producer.index):
+                fabric.end(ref, Status.CANCELLED, payload, clock())
+            yield
 
 
 def _counted(number: int, noun: str) -> str:

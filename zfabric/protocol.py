@@ -27,6 +27,7 @@ from typing import Any
 import msgpack
 
 from zfabric.errors import PeerError
+from zfabric.shapes import LABEL_BYTES_MAX
 
 VERSION = 1
 MAGIC = b"ZF"
@@ -222,7 +223,8 @@ TO_BROKER: dict[Type, Spec] = {
         },
     ),
     Type.SHAPE: Spec(
-        {"id": _u31, "model": _name, "components": _packed_u64(64)}, {"tokens": _token_counts}
+        {"id": _u31, "model": _name, "components": _packed_u64(64)},
+        {"tokens": _token_counts, "label": _text(LABEL_BYTES_MAX)},
     ),
     Type.SUBMIT: Spec(
         {"after": _integer(0, NUMBER_MAX), "more": _boolean},

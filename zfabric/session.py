@@ -430,5 +430,7 @@ class Session:
         fields = {"id": number, "model": shape.model, "components": words}
         if shape.tokens:
             fields["tokens"] = list(shape.tokens)
+        if shape.label:
+            fields["label"] = shape.label
         self.outbound.append(encode(Type.SHAPE, fields))
         return number

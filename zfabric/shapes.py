@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -20,6 +20,8 @@ from zfabric.errors import ConfigError
 COMPONENTS_MAX = 64
 # Names become metric labels, event fields and (encoded) directory names.
 NAME_BYTES_MAX = 255
+# Enough of an example to tell one shape from another; it travels once a shape and connection.
+LABEL_BYTES_MAX = 160
 # A pad-to is a multiple of this: tensor cores want it, and so did the original system.
 PAD_MULTIPLE_TOKENS = 8
 # Lengths travel and rest as unsigned 32-bit integers; a pad-to, which is a multiple of 8, must too.
@@ -61,17 +63,25 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def _shown(label: str) -> str:
+    """`label` as it may travel and be shown: one line, printable, of bounded length."""
+    line = "".join(c if c.isprintable() else " " for c in label)
+    return line.encode("utf-8", "replace")[:LABEL_BYTES_MAX].decode("utf-8", "ignore")
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """(model, ordered component hashes): what a cache can share between items.
 
     `tokens` gives each component's length in tokens where it is known, else None; it never
-    takes part in the signature.
+    takes part in the signature. `label` shows the shape to people by an example of it; it is cut
+    to `LABEL_BYTES_MAX` and takes part in nothing.
     """
 
     model: str
     components: tuple[int, ...] = ()
     tokens: tuple[int | None, ...] = ()
+    label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         check_name(self.model, "model name")
@@ -81,6 +91,8 @@ class Shape:
             )
         if self.tokens and len(self.tokens) != len(self.components):
             raise ConfigError("a shape needs one token count for each component, or none at all")
+        if self.label:
+            object.__setattr__(self, "label", _shown(self.label))
 
     @classmethod
     def of(
@@ -113,16 +125,16 @@ class Contract:
     ragged: bool = False
 
     def __post_init__(self) -> None:
-        for field, ceiling in (
+        for name, ceiling in (
             ("batch_items_max", BATCH_ITEMS_MAX),
             ("batch_tokens_max", TOKENS_MAX),
             ("input_tokens_max", TOKENS_MAX),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{field} must be an integer, not {type(value).__name__}")
+                raise ConfigError(f"{name} must be an integer, not {type(value).__name__}")
             if not 1 <= value <= ceiling:
-                raise ConfigError(f"{field} must be between 1 and {ceiling}, not {value}")
+                raise ConfigError(f"{name} must be between 1 and {ceiling}, not {value}")
         if not isinstance(self.ragged, bool):
             raise ConfigError("ragged must be true or false")
         if self.batch_tokens_max < round_up_tokens(self.input_tokens_max):

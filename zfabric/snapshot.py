@@ -343,6 +343,7 @@ def shape(group: Group, now: float) -> dict[str, Any]:
         "signature": f"{group.signature:016x}",
         "components": len(group.shape.components),
         "prefix_tokens": group.shape.prefix_tokens,
+        "example": group.shape.label or None,
         "current": group.model.draining.current == group.id,
         "ready_items": group.ready_items,
         "ready_tokens": group.ready_tokens,

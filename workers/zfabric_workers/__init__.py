@@ -21,7 +21,11 @@ from zfabric.engine import Engine, EngineFactory
 from zfabric.errors import ConfigError
 
 ENGINES: dict[str, str] = {
+    "embed": "zfabric_workers.embed:EmbedEngine",
+    "llamacpp": "zfabric_workers.llamacpp:LlamaCppEngine",
+    "openai": "zfabric_workers.openai_server:OpenAIEngine",
     "sim": "zfabric_workers.sim:SimEngine",
+    "transformers": "zfabric_workers.causal:CausalEngine",
 }
 
 _METADATA_KEY = "zfabric_option"

@@ -23,19 +23,22 @@ from zfabric.shapes import Contract
 # Tokens of one block of the trace, and blocks that the cache of the card keeps.
 BLOCK_TOKENS = 512
 CACHE_BLOCKS = 1_000
-# Tokens that the card computes in a second; only waiting depends on it.
-CARD_TOKENS_PER_S = 20_000
+# Tokens that the card computes in a second: what the trace brings in arrival order keeps it busy.
+CARD_TOKENS_PER_S = 40_000
+# Seconds between two prompts of the synthetic trace.
+SYNTHETIC_GAP_S = 0.25
 CONTRACT = Contract(32, 65_536, 65_536, ragged=True)
 
 Chain = tuple[int, ...]
 
 
 class Request(NamedTuple):
-    """One prompt: its blocks in order, those of them that make its shape, and its length."""
+    """One prompt: its blocks in order, those of them that make its shape, its length, its time."""
 
     blocks: Chain
     shape: Chain
     tokens: int
+    at_s: float
 
 
 class Cache:
@@ -62,17 +65,18 @@ class Cache:
 
 
 def read(path: Path) -> list[Request]:
-    """Lines with `input_length` and `hash_ids`. Raises ConfigError, saying what is wrong where."""
-    found: list[tuple[Chain, int]] = []
+    """Lines with `timestamp` (ms), `input_length`, `hash_ids`. Raises ConfigError."""
+    found: list[tuple[Chain, int, float]] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
-                    found.append((tuple(map(int, row["hash_ids"])), int(row["input_length"])))
+                    blocks, at_s = tuple(map(int, row["hash_ids"])), row["timestamp"] / 1_000
+                    found.append((blocks, int(row["input_length"]), at_s))
                 except (ValueError, KeyError, TypeError):
                     raise ConfigError(
-                        f"{path}, line {number}: not an object with input_length and hash_ids"
+                        f"{path}, line {number}: no object with timestamp, input_length, hash_ids"
                     ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
@@ -86,8 +90,8 @@ def synthetic(requests: int = 6_000, seed: int = 1) -> list[Request]:
     rng = random.Random(seed)
     fresh = 1_000
     open_chains: list[Chain] = []
-    found: list[tuple[Chain, int]] = []
-    for _ in range(requests):
+    found: list[tuple[Chain, int, float]] = []
+    for number in range(requests):
         if not open_chains or rng.random() < 0.4:
             chain: Chain = (0, 1 + rng.randrange(8))
         else:
@@ -95,21 +99,43 @@ def synthetic(requests: int = 6_000, seed: int = 1) -> list[Request]:
         grown = rng.randint(1, 12)
         chain += tuple(range(fresh, fresh + grown))
         fresh += grown
-        found.append((chain, len(chain) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)))
+        tokens = len(chain) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
+        found.append((chain, tokens, number * SYNTHETIC_GAP_S))
         if rng.random() < 0.8:
             open_chains.append(chain)
     return _with_shapes(found)
 
 
-def _with_shapes(prompts: Sequence[tuple[Chain, int]]) -> list[Request]:
-    uses = Counter(block for blocks, _ in prompts for block in blocks)
+def _with_shapes(prompts: Sequence[tuple[Chain, int, float]]) -> list[Request]:
+    uses = Counter(block for blocks, *_ in prompts for block in blocks)
     requests = []
-    for blocks, tokens in prompts:
+    for blocks, tokens, at_s in prompts:
         shared = 0
         while shared < len(blocks) and uses[blocks[shared]] > 1:
             shared += 1
-        requests.append(Request(blocks, blocks[:shared], tokens))
+        requests.append(Request(blocks, blocks[:shared], tokens, at_s))
     return requests
+
+
+class Arrivals:
+    """When requests come: as long as fewer than `backlog` wait, or at their own times (None)."""
+
+    def __init__(self, requests: Sequence[Request], backlog: int | None) -> None:
+        self._coming = deque(requests)
+        self._backlog = backlog
+
+    def until(self, now: float, waiting: int) -> Iterator[Request]:
+        """What has come by now, with so many waiting already."""
+        coming, backlog = self._coming, self._backlog
+        while coming and (coming[0].at_s <= now if backlog is None else waiting < backlog):
+            waiting += 1
+            yield coming.popleft()
+
+    def next_s(self, now: float) -> float | None:
+        """When the next one comes, None if there is none."""
+        if not self._coming:
+            return None
+        return now if self._backlog is not None else max(now, self._coming[0].at_s)
 
 
 class Card:
@@ -123,16 +149,20 @@ class Card:
         self._hits = self._tokens = 0
         self._fill = 0.0
 
-    def run(self, requests: Sequence[Request], arrived: Sequence[float]) -> None:
-        """One batch, from now on."""
+    def take(self, waiting: deque[tuple[Request, float]]) -> tuple[int, int]:
+        """One batch from the front, from now on; returns its items and tokens."""
+        front = [waiting[k] for k in range(min(len(waiting), CONTRACT.batch_items_max))]
+        ((_, count),) = pack_ragged([(0, [r.tokens for r, _ in front])], CONTRACT)
+        requests = [waiting.popleft()[0] for _ in range(count)]
         tokens = sum(request.tokens for request in requests)
-        self.waits += [self.now - each for each in arrived]
+        self.waits += [self.now - at_s for _, at_s in front[:count]]
         hits = sum(map(self._cache.run, requests))
         self._hits += hits
         self._tokens += tokens
         self._fill += batch_fill(len(requests), tokens, CONTRACT)
         self.batches += 1
         self.now += (tokens - hits) / CARD_TOKENS_PER_S
+        return len(requests), tokens
 
     def row(self) -> dict[str, Any]:
         """What to print of it."""
@@ -146,54 +176,45 @@ class Card:
         }
 
 
-def by_arrival(requests: Sequence[Request], backlog: int) -> dict[str, Any]:
+def by_arrival(requests: Sequence[Request], backlog: int | None) -> dict[str, Any]:
     """One queue, shapes mixed, as `--policy fifo` does."""
-    card = Card()
+    card, arrivals = Card(), Arrivals(requests, backlog)
     waiting: deque[tuple[Request, float]] = deque()
-    coming = iter(requests)
     while True:
-        _refill(waiting, coming, backlog, card.now)
-        if not waiting:
+        for request in arrivals.until(card.now, len(waiting)):
+            waiting.append((request, card.now if backlog is not None else request.at_s))
+        if waiting:
+            card.take(waiting)
+        elif (at_s := arrivals.next_s(card.now)) is not None:
+            card.now = at_s
+        else:
             return {**card.row(), "switches": None, "forced": None}
-        front = [waiting[k] for k in range(min(len(waiting), CONTRACT.batch_items_max))]
-        ((_, count),) = pack_ragged([(0, [r.tokens for r, _ in front])], CONTRACT)
-        for _ in range(count):
-            waiting.popleft()
-        card.run([r for r, _ in front[:count]], [at for _, at in front[:count]])
-
-
-def _refill(
-    waiting: deque[tuple[Request, float]], coming: Iterator[Request], backlog: int, now: float
-) -> None:
-    while len(waiting) < backlog and (request := next(coming, None)) is not None:
-        waiting.append((request, now))
 
 
 def by_shape(
-    requests: Sequence[Request], backlog: int, max_wait_s: float, *, affinity: bool
+    requests: Sequence[Request], backlog: int | None, max_wait_s: float, *, affinity: bool
 ) -> dict[str, Any]:
     """One shape at a time, by the broker's rules; the next one the fullest, or the nearest."""
     limits = DrainLimits(hold_s=0.0, linger_s=0.0, max_wait_s=max_wait_s)
     draining: Draining[Chain] = Draining(limits, _itself if affinity else None)
-    card = Card()
+    card, arrivals = Card(), Arrivals(requests, backlog)
     waiting: dict[Chain, deque[tuple[Request, float]]] = {}
-    coming = iter(requests)
     while True:
-        while draining.ready_items < backlog and (request := next(coming, None)) is not None:
-            waiting.setdefault(request.shape, deque()).append((request, card.now))
+        for request in arrivals.until(card.now, draining.ready_items):
+            at_s = card.now if backlog is not None else request.at_s
+            waiting.setdefault(request.shape, deque()).append((request, at_s))
             draining.added(request.shape, 1, request.tokens, card.now)
-        key = draining.choose(card.now, pending_items=0, intake_full=False).key
-        if key is None:
+        now = card.now
+        key = draining.choose(now, pending_items=0, intake_full=False).key
+        if key is not None:
+            items, tokens = card.take(waiting[key])
+            if not waiting[key]:
+                del waiting[key]
+            draining.removed(key, items, tokens, now, served=True)
+        elif (next_s := arrivals.next_s(now)) is not None:
+            card.now = next_s
+        else:
             break
-        queue = waiting[key]
-        front = [queue[k] for k in range(min(len(queue), CONTRACT.batch_items_max))]
-        ((_, count),) = pack_ragged([(0, [r.tokens for r, _ in front])], CONTRACT)
-        taken = [queue.popleft() for _ in range(count)]
-        if not queue:
-            del waiting[key]
-        tokens = sum(r.tokens for r, _ in taken)
-        draining.removed(key, count, tokens, card.now, served=True)
-        card.run([r for r, _ in taken], [at for _, at in taken])
     return {
         **card.row(),
         "switches": draining.switches_total,
@@ -214,13 +235,12 @@ def ceiling(requests: Sequence[Request]) -> float:
 def run(
     requests: Sequence[Request], backlogs: Sequence[int], waits_s: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each order, backlog (None is everything queued at once) and `max_wait`."""
-    for backlog in (None, *backlogs):
-        places = len(requests) if backlog is None else backlog
-        where = {"backlog": backlog}
-        yield {"order": "arrival", **where, "max_wait_s": None, **by_arrival(requests, places)}
+    """A row for each load, order and `max_wait`: all queued at once, backlogs, and as it came."""
+    loads = [("queued", len(requests)), *(("backlog", n) for n in backlogs), ("as it came", None)]
+    for load, backlog in loads:
+        about = {"load": load, "backlog": backlog}
+        yield {"order": "arrival", **about, "max_wait_s": None, **by_arrival(requests, backlog)}
         for max_wait_s in waits_s:
-            about = {**where, "max_wait_s": max_wait_s}
             for order in ("most_tokens", "affinity"):
-                found = by_shape(requests, places, max_wait_s, affinity=order == "affinity")
-                yield {"order": order, **about, **found}
+                found = by_shape(requests, backlog, max_wait_s, affinity=order == "affinity")
+                yield {"order": order, **about, "max_wait_s": max_wait_s, **found}

@@ -13,7 +13,7 @@ PLAIN_BLOCKS = "  ..::##@"
 TERMINAL_ROWS = 10
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 360, 56, 40, 20, 44
 # Told apart by colour-blind readers too (the first of the Okabe-Ito palette), and by the dashes.
-STROKES = (("#d55e00", ""), ("#0072b2", "6 4"), ("#009e73", "2 3"))
+STROKES = (("#d55e00", "none"), ("#0072b2", "6 4"), ("#009e73", "2 3"))
 
 
 def terminal(values: Sequence[float | None], *, plain: bool = False) -> str:

@@ -7,18 +7,27 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from zfabric import config as configuration
 from zfabric.cli import common
-from zfabric.cli.progress import reporter
-from zfabric.errors import ConfigError
+from zfabric.cli.embedded import BROKER_NAMES
+from zfabric.cli.parser import count
+from zfabric.cli.progress import Lines, reporter
+from zfabric.cli.worker import add_engine_flags
+from zfabric.config import KEYS, Config
+from zfabric.errors import ConfigError, TimeoutExpired
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
+    from zfabric.batchwatch import Progress
 
+# What a worker of its own may be told; its model is the file's, its name is made up.
+EMBEDDED_WORKER = ("engine", "max_batch", "max_tokens", "max_input", "ragged", "window")
 STOPPING = b"\nzfabric: stopping; what the broker has taken stays there (again to end at once)\n"
 TEXT = """
 Run an OpenAI Batch file: one request a line (custom_id, method, url, body) for
@@ -29,6 +38,10 @@ no custom_id is written twice. With another --model than before, what is queued 
 sent again. Dead items that were requeued (zfabric dead requeue) replace their failures, also with
 --resume once the run has ended. Progress goes to standard error, the summary of --json to standard
 output. Exit code 1 means that some lines have no result.
+
+With --engine no broker need run: one is started with --workers workers, keeps its data in
+OUTPUT.fabric, and is gone when every line has its row. Prompts that share their beginning are found
+without being declared; --dry-run shows what was found, and what the order of work saves.
 """
 
 
@@ -40,7 +53,7 @@ def add(commands: common.Commands) -> None:
     )
     flag = parser.add_argument
     flag("-i", "--input", required=True, metavar="FILE", help="requests, one a line")
-    flag("-o", "--output", required=True, metavar="FILE", help="results, one a line, appended")
+    flag("-o", "--output", metavar="FILE", help="results, one a line, appended")
     flag(
         "--errors",
         metavar="FILE",
@@ -63,8 +76,22 @@ def add(commands: common.Commands) -> None:
         help="end with code 4 when no result has come for S seconds (default: wait)",
     )
     flag("--quiet", action="store_true", help="no progress; errors and warnings only")
+    flag(
+        "--tokenizer",
+        metavar="T",
+        help="count lengths with a tokenizer.json, a sentencepiece model, a tiktoken encoding or "
+        "mistral:NAME (default: estimated, and corrected by the engine's usage)",
+    )
+    flag("--dry-run", action="store_true", help="print shapes, tokens and padding; run nothing")
     common.add_json(parser)
     common.add_broker(parser)
+    own = parser.add_argument_group("with a broker and workers of its own (--engine)")
+    configuration.add_flags(own, "worker", EMBEDDED_WORKER)
+    own.add_argument(
+        "--workers", type=count, default=1, metavar="N", help="workers to start (default: 1)"
+    )
+    add_engine_flags(own)
+    configuration.add_flags(own, "broker", BROKER_NAMES)
 
 
 def _seconds(text: str) -> float:
@@ -76,15 +103,56 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the file; 0 when every line has a result."""
-    settings = common.load(args).client
+    config = common.load(args)
     if args.resume and args.overwrite:
         raise ConfigError("--overwrite and --resume exclude each other; choose one")
+    if args.dry_run:
+        from zfabric.cli.dryrun import run_dry
+
+        return run_dry(args, config)
+    if args.output is None:
+        raise ConfigError("say where the results go: -o FILE (or --dry-run)")
+    if args.worker_engine is None:
+        return _run(args, config, reporter(quiet=args.quiet))
+    if args.client_broker is not None:
+        raise ConfigError("--engine starts a broker of its own: leave out --broker, or --engine")
+    return _run_embedded(args, config, reporter(quiet=args.quiet))
+
+
+def _run_embedded(args: argparse.Namespace, config: Config, lines: Lines) -> int:
+    """The file with a broker and workers that live as long as the run."""
+    from zfabric.cli import embedded
+
+    with embedded.running(args, config, lines.notice) as own:
+        client = dataclasses.replace(config.client, broker=own.address)
+        try:
+            code = _run(args, dataclasses.replace(config, client=client), lines, own.watching.check)
+        except TimeoutExpired:
+            own.watching.explain()
+            raise
+    if code in (0, 1) and not args.incomplete:
+        embedded.forget(Path(args.output))
+    return code
+
+
+def _run(
+    args: argparse.Namespace,
+    config: Config,
+    lines: Lines,
+    check: Callable[[], None] | None = None,
+) -> int:
     from zfabric.batchrun import run_batch
 
-    lines = reporter(quiet=args.quiet)
+    def progress(now: Progress) -> None:
+        if check is not None:
+            check()
+        lines.progress(now)
+
+    settings = config.client
     options: dict[str, Any] = {
         "broker": settings.broker,
         "timeout_s": settings.timeout_s,
+        "count": load_count(args.tokenizer),
         "errors": args.errors,
         "resume": args.resume,
         "overwrite": args.overwrite,
@@ -92,8 +160,8 @@ def run(args: argparse.Namespace) -> int:
         "force": args.force,
         "model": args.model,
         "stall_timeout_s": args.stall_timeout,
-        "wait_for_workers": not args.no_wait_for_workers,
-        "progress": lines.progress,
+        "wait_for_workers": not args.no_wait_for_workers and check is None,
+        "progress": progress,
         "notice": lines.notice,
     }
     with stopping() as (stop, signals):
@@ -101,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
             summary = run_batch(args.input, args.output, stop=stop, **options)
         finally:
             lines.end()
+    args.incomplete = not summary.complete
     if args.json:
         common.show_json(dataclasses.asdict(summary) | {"ok": summary.ok})
     if not args.quiet:
@@ -140,17 +209,45 @@ def resume_command(args: argparse.Namespace) -> str:
     for flag, value in (
         ("--errors", args.errors),
         ("--model", args.model),
+        ("--tokenizer", args.tokenizer),
         ("--broker", args.client_broker),
     ):
         if value is not None:
             words += [flag, value]
-    return shlex.join(words)
+    return shlex.join(words + _own_words(args))
+
+
+def _own_words(args: argparse.Namespace) -> list[str]:
+    """The flags of a broker and workers of its own, as they were given."""
+    if args.worker_engine is None:
+        return []
+    names = [f"worker.{name}" for name in EMBEDDED_WORKER] + [f"broker.{n}" for n in BROKER_NAMES]
+    given = [(KEYS[name].flag, getattr(args, KEYS[name].dest)) for name in names]
+    given += [("--model-path", args.model_path), ("--url", args.url)]
+    words = ["--workers", str(args.workers)]
+    for flag, value in given:
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None:
+            words += [flag, str(value)]
+    for option in args.opt:
+        words += ["--opt", option]
+    return words
+
+
+def load_count(name: str | None) -> Callable[[str], int] | None:
+    """What counts the tokens of a text; None where they are to be estimated."""
+    if name is None:
+        return None
+    from zfabric_workers.tokenizing import load_tokenizer
+
+    return load_tokenizer(name)
 
 
 def in_words(summary: Summary) -> str:
     """A summary for people, in one line."""
     parts = [f"{summary.done:,} results"]
-    for count, name in (
+    for number, name in (
         (summary.failed, "failed"),
         (summary.bad, "bad lines"),
         (summary.too_long, "too long to run"),
@@ -158,12 +255,16 @@ def in_words(summary: Summary) -> str:
         (summary.adopted, "adopted from the broker"),
         (summary.resubmitted, "sent again"),
     ):
-        if count:
-            parts.append(f"{count:,} {name}")
+        if number:
+            parts.append(f"{number:,} {name}")
     text = f"zfabric: {', '.join(parts)}; {common.duration(summary.seconds)}"
     if summary.output_tokens is not None and summary.seconds > 0:
         rate = common.short(summary.output_tokens / summary.seconds)
         text += f"; {summary.output_tokens:,} output tokens, {rate} tok/s"
+    if summary.length_ratio is not None:
+        text += "; lengths estimated"
+        if summary.length_ratio != 1:
+            text += f", corrected by {summary.length_ratio:.2f} from usage"
     if summary.failed or summary.bad:
         text += f"; reasons in {summary.errors}"
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -37,11 +38,17 @@ def add(commands: common.Commands) -> None:
         ("memory", _memory, "memory for each queued item"),
         ("commit", _commit, "one group commit with every lane dirty"),
         ("ack", _ack, "latency from submit to accepted, in fsync"),
+        ("batchfile", _batchfile, "memory of broker and run-batch along a long file"),
+        ("embed", _embed, "padding: a sentence-embedding model, three orders of work"),
+        ("transformers", _transformers, "padding: a causal model, three orders of work"),
+        ("gpu", _gpu, "the same on a CUDA GPU: 1 B random weights, prefixes kept"),
     ):
         parser = common.add_command(
             within, name, _runner(name, run), summary, TEXT, f"zfabric bench {name}"
         )
         parser.add_argument("--items", type=int, default=1_000_000, metavar="N", help="items")
+        parser.add_argument("--model-path", metavar="DIR", help="model of embed and transformers")
+        parser.add_argument("--cpu", action="store_true", help="try `gpu` here, with a small model")
         parser.add_argument("--size", type=int, default=2_048, metavar="BYTES", help="payload size")
         parser.add_argument("--rate", type=int, default=10_000, metavar="N", help="items/s (ack)")
         parser.add_argument("--shapes", type=int, default=16, metavar="N", help="shapes (commit)")
@@ -109,3 +116,67 @@ def _ack(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from zfabric.bench import storage
 
     return storage.ack(directory, args.rate, 5.0, args.size)
+
+
+def _batchfile(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    from zfabric.bench import batchfile
+
+    return batchfile.memory(directory, args.items, args.size)
+
+
+def _embed(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    from zfabric.bench import padding
+    from zfabric_workers import engine_factory
+    from zfabric_workers.embed import packaged_model
+    from zfabric_workers.tokenizing import load_tokenizer
+
+    path = args.model_path or str(packaged_model())
+    count = load_tokenizer(path)
+    # the model puts one token before and one after each text
+    return padding.compare(
+        padding.EMBED, engine_factory("embed", {"model_path": path}), lambda text: 2 + count(text)
+    )
+
+
+def _transformers(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    from zfabric.bench import padding
+    from zfabric_workers import engine_factory
+    from zfabric_workers.tinymodel import write_tiny_model
+    from zfabric_workers.tokenizing import load_tokenizer
+
+    path = args.model_path
+    if path is None:
+        texts = padding.texts_of(padding.CAUSAL)
+        model = write_tiny_model(
+            directory / "model", hidden=256, layers=4, feed_forward=512, texts=texts
+        )
+        path = str(model)
+    factory = engine_factory("transformers", {"model_path": path})
+    return padding.compare(padding.CAUSAL, factory, load_tokenizer(path))
+
+
+def _gpu(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """About 1 B parameters: 20 layers of width 2,048, in bfloat16."""
+
+    from zfabric.bench import padding
+    from zfabric_workers import engine_factory
+    from zfabric_workers.causal import cuda_name
+    from zfabric_workers.tinymodel import write_tiny_model
+    from zfabric_workers.tokenizing import load_tokenizer
+
+    device = "cpu" if args.cpu else cuda_name()
+    if device is None:
+        return {"skipped": "there is no CUDA GPU here (--cpu tries the check itself)"}
+    load, texts = padding.GPU, padding.texts_of(padding.GPU)
+    if args.cpu:
+        load = dataclasses.replace(load, items=100)
+        model = write_tiny_model(directory / "model", texts=texts)
+        options = {"device": "cpu"}
+    else:
+        model = write_tiny_model(
+            directory / "model", hidden=2_048, layers=20, heads=16, feed_forward=5_632,
+            texts=texts, dtype="bfloat16",
+        )  # fmt: skip
+        options = {"device": "cuda", "dtype": "bfloat16"}
+    factory = engine_factory("transformers", {"model_path": str(model), **options})
+    return {"device": device, **padding.compare(load, factory, load_tokenizer(str(model)))}

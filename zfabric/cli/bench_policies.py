@@ -79,7 +79,7 @@ def _add_order(within: common.Commands) -> None:
         "--trace",
         type=Path,
         metavar="JSONL",
-        help="lines with input_length and hash_ids, one per 512-token block (a synthetic trace)",
+        help="lines with timestamp, input_length, hash_ids of 512-token blocks (a synthetic trace)",
     )
     order.add_argument(
         "--backlogs", type=int, nargs="+", default=[2_000], metavar="N", help="items (2000)"
@@ -88,9 +88,9 @@ def _add_order(within: common.Commands) -> None:
         "--max-waits",
         type=float,
         nargs="+",
-        default=[0.0, 300.0, 60.0],
+        default=[0.0, 300.0, 10.0],
         metavar="S",
-        help="seconds that a shape may be passed over; 0 is for ever (0 300 60)",
+        help="seconds that a shape may be passed over; 0 is for ever (0 300 10)",
     )
     common.add_json(order)
 
@@ -279,7 +279,8 @@ def _order(args: argparse.Namespace) -> int:
         rows,
         {
             "order": str,
-            "backlog": lambda n: "all" if n is None else f"{n:,}",
+            "load": str,
+            "backlog": _whole,
             "max_wait_s": _whole,
             "hit_ratio": _share,
             "fill_ratio": _share,

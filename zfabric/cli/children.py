@@ -27,6 +27,7 @@ class Children:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._told: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -61,12 +62,17 @@ class Children:
             raise TimeoutExpired(f"{name} was not ready within {timeout_s:g} s")
         return json.loads(line)
 
+    def ended(self) -> list[tuple[str, int]]:
+        """(name, exit code) of each child that has ended by itself and was not told of before."""
+        found = [(name, each) for name, each in self._started if each.poll() is not None]
+        news = [(name, each.returncode) for name, each in found if name not in self._told]
+        self._told.update(name for name, _ in news)
+        return news
+
     def check(self) -> None:
         """Raise FabricError if a child has ended by itself."""
-        for name, process in self._started:
-            if process.poll() is not None:
-                code = process.returncode
-                raise FabricError(f"{name} ended with code {code}: {self.log_tail(name)}")
+        for name, code in self.ended():
+            raise FabricError(f"{name} ended with code {code}: {self.log_tail(name)}")
 
     def log_tail(self, name: str) -> str:
         """The end of what a child said."""

@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,15 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zfabric.cli import common
+from zfabric.cli import common, fabric
 from zfabric.cli.batch import in_words, stopping
 from zfabric.cli.children import Children
 from zfabric.cli.common import percent
 from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
 from zfabric.cli.top import on_terminal, watch
-from zfabric.config import KEYS, ClientConfig
-from zfabric.errors import TimeoutExpired
+from zfabric.config import KEYS, ClientConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -33,16 +31,16 @@ if TYPE_CHECKING:
 
 OUT = Path("demo-out")
 START_S = 30.0
-POLL_S = 0.05
-# One card's contract: batches of 32, and room for the longest prompt of the data.
-CONTRACT = ("--max-batch", "32", "--max-tokens", "65536", "--max-input", "8192")
 # A cache that holds a quarter of the prefixes shows what the order of work is worth.
 CACHE_SHARE = 4
+# A real model on two cores answers some 30 of these a second.
+GGUF_ITEMS = 720
 
 TEXT = """
 See it all at work on this machine: start a broker and workers as processes, run a batch file
 of few-shot prompts through them, and print what padding and the prefix cache did. With the
-engine `sim` the cards are simulated, and so is every figure of theirs. Files stay in ./demo-out/.
+engine `sim` the cards are simulated, and so is every figure of theirs; with `llamacpp` a real
+llama.cpp runs a GGUF file, and its cache hits are its own. Files stay in ./demo-out/.
 Try it once more with --policy fifo, the order in which an ordinary queue would serve.
 """
 
@@ -61,7 +59,12 @@ def add(commands: common.Commands) -> None:
     flag("--items", type=count, metavar="N", help="requests to run (default: what there is)")
     flag("--workers", type=count, default=2, metavar="N", help="workers (default: 2)")
     flag("--engine", default="sim", metavar="NAME", help="engine of the workers (default: sim)")
-    flag("--model", default="demo", metavar="NAME", help="model name to use (default: demo)")
+    flag(
+        "--model",
+        default="demo",
+        metavar="NAME",
+        help="model name to use (default: demo); with llamacpp, a GGUF file of yours",
+    )
     policies = KEYS["broker.policy"].choices
     flag("--policy", choices=policies, default="lanes", help="order of work (default: lanes)")
     flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
@@ -72,22 +75,22 @@ def add(commands: common.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it all; 0 if every request has its result and the books balance."""
     from zfabric.cli.prompts import write_batch_file
-    from zfabric_workers import engine_factory
 
-    opts = args.opt
-    engine_factory(args.engine, _parsed(opts))
     OUT.mkdir(exist_ok=True)
+    if args.engine == "llamacpp":
+        _choose_gguf(args)
+    options = fabric.engine_options(args, args.engine, args.workers)
     source, output = OUT / "in.jsonl", OUT / "out.jsonl"
     items, what = write_batch_file(source, args.items, args.model)
-    if args.engine == "sim" and not any(opt.startswith("cache_tokens") for opt in opts):
-        opts = [*opts, f"cache_tokens={prefix_tokens(source) // CACHE_SHARE}"]
+    if args.engine == "sim" and "cache_tokens" not in options:
+        options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
     common.say(f"zfabric: {items:,} requests ({what}) in {source}")
     with (
         _ending_on_signals(),
         _data_directory(args.policy) as data,
         Children(OUT) as children,
     ):
-        address = _start(children, args, opts, data)
+        address = _start(children, args, options, data)
         summary, signals = _work(address, source, output, args)
         status = _status(address)
     balanced = status["residual_items"] == 0 and status["residual_tokens"] == 0
@@ -141,18 +144,28 @@ def _work(
             lines.end()
 
 
-def _parsed(opts: list[str]) -> dict[str, str]:
-    from zfabric.cli.worker import parse_opts
+def _choose_gguf(args: argparse.Namespace) -> None:
+    """The user's own model, or a small one with random weights; and fewer items than simulated."""
+    path = Path(args.model)
+    if path.suffix != ".gguf":
+        from zfabric_workers.tinygguf import write_tiny_gguf
 
-    return parse_opts(opts)
+        path = write_tiny_gguf(OUT / "tiny.gguf")
+        common.say(f"zfabric: {path} has random weights: what it writes means nothing")
+    args.model, args.model_path = path.stem, str(path)
+    args.items = args.items or GGUF_ITEMS
 
 
 def prefix_tokens(source: Path) -> int:
     """Tokens of all distinct prefixes of a batch file, as they are estimated for its shapes."""
-    from zfabric.batchfile import Request, read_requests
+    from zfabric.batchfile import Discovery, Request, read_requests
 
     with source.open("rb") as stream:
-        shapes = {row.shape for row in read_requests(stream) if isinstance(row, Request)}
+        shapes = {
+            row.shape
+            for row in Discovery().assign(read_requests(stream))
+            if isinstance(row, Request)
+        }
     return sum(shape.prefix_tokens or 0 for shape in shapes)
 
 
@@ -184,43 +197,22 @@ def _data_directory(policy: str) -> Iterator[Path | None]:
         shutil.rmtree(data, ignore_errors=True)
 
 
-def _start(children: Children, args: argparse.Namespace, opts: list[str], data: Path | None) -> str:
+def _start(
+    children: Children, args: argparse.Namespace, options: dict[str, str], data: Path | None
+) -> str:
     """Start the broker and the workers; returns the broker's address once all are ready."""
-    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", "--policy", args.policy]
-    words += ["--data", str(data)] if data else ["--memory"]
-    broker = children.start("broker", words)
-    address: str = children.ready_line("broker", broker, START_S)["producers"]
-    where = f"items in {data}" if data else "items in memory, as fifo keeps them"
-    common.say(f"zfabric: broker at {address}, policy {args.policy}, {where}")
-    for k in range(args.workers):
-        name = f"{args.engine}-{k}"
-        words = ["worker", "--engine", args.engine, "--model", args.model, "--name", name]
-        words += ["--broker", address, *CONTRACT]
-        for opt in opts:
-            words += ["--opt", opt]
-        children.start(name, words)
-    _await_workers(children, address, args.workers)
+    where = ["--data", str(data)] if data else ["--memory"]
+    address = fabric.start_broker(children, where, ["--policy", args.policy])
+    kept = f"items in {data}" if data else "items in memory, as fifo keeps them"
+    common.say(f"zfabric: broker at {address}, policy {args.policy}, {kept}")
+    contract = fabric.contract_flags(args.engine, WorkerConfig())
+    names = fabric.start_workers(
+        children, address, args.engine, args.model, args.workers, contract, options
+    )
+    fabric.await_workers(children, address, names, lambda row: row["live"] and row["granted"])
     simulated = " (simulated cards)" if args.engine == "sim" else ""
     common.say(f"zfabric: {args.workers} workers ready, engine {args.engine}{simulated}")
     return address
-
-
-def _await_workers(children: Children, address: str, count: int) -> None:
-    from zfabric.client import Client
-
-    until = time.monotonic() + START_S
-    client = Client(address, role="operator", timeout_s=START_S)
-    try:
-        while True:
-            rows = client.request("workers", START_S)
-            if sum(1 for row in rows if row["live"] and row["granted"]) >= count:
-                return
-            children.check()
-            if time.monotonic() > until:
-                raise TimeoutExpired(f"the workers were not ready within {START_S:g} s; see {OUT}")
-            time.sleep(POLL_S)
-    finally:
-        client.close()
 
 
 def _status(address: str) -> dict[str, Any]:

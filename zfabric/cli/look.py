@@ -189,7 +189,7 @@ def run_shapes(args: argparse.Namespace) -> int:
         return 0
     headers = (
         *("model", "shape", "", "ready", "ready tok", "pending", "accepted", "prefix tok"),
-        *("waste", "lanes", "pressure", "oldest"),
+        *("waste", "lanes", "pressure", "oldest", "example"),
     )
     texts = [
         [
@@ -205,10 +205,11 @@ def run_shapes(args: argparse.Namespace) -> int:
             row["lanes_active"],
             percent(row["lane_pressure_ratio"]),
             duration(row["oldest_item_age_s"]),
+            row["example"],
         ]
         for row in rows
     ]
-    spare = ("prefix tok", "pressure", "accepted", "lanes", "pending", "oldest")
+    spare = ("prefix tok", "pressure", "accepted", "lanes", "pending", "oldest", "example")
     common.show(common.table(headers, texts, spare=spare))
     return 0
 

@@ -38,7 +38,9 @@ STORY = (
 WORDS = STORY.split()
 
 
-def write_batch_file(path: Path, items: int | None, model: str) -> tuple[int, str]:
+def write_batch_file(
+    path: Path, items: int | None, model: str, *, max_tokens: int = MAX_TOKENS
+) -> tuple[int, str]:
     """Write `items` requests to `path`; (how many, what they are). None is a sensible number."""
     real = sorted(BBH.glob("*.json"))
     prompts = _real(real) if real else _made_up()
@@ -52,7 +54,7 @@ def write_batch_file(path: Path, items: int | None, model: str) -> tuple[int, st
                 {"role": "system", "content": prefix},
                 {"role": "user", "content": question},
             ]
-            body = {"model": model, "messages": messages, "max_tokens": MAX_TOKENS}
+            body = {"model": model, "messages": messages, "max_tokens": max_tokens}
             line = {
                 "custom_id": custom_id,
                 "method": "POST",

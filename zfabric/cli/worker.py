@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 from zfabric import config as configuration
-from zfabric.cli import common
+from zfabric.cli import common, fabric
 from zfabric.config import WorkerConfig
 from zfabric.errors import ConfigError
 
@@ -32,13 +33,19 @@ def add(commands: common.Commands) -> None:
         commands, "worker", run, "start a worker with an engine", TEXT, EXAMPLE
     )
     configuration.add_flags(parser, "worker")
-    parser.add_argument(
-        "--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine"
-    )
+    add_engine_flags(parser)
     parser.add_argument(
         "--list-options", action="store_true", help="print the engine's options and end"
     )
     common.add_broker(parser)
+
+
+def add_engine_flags(parser: argparse._ActionsContainer) -> None:
+    """What engines are told; most of them need one of the first two."""
+    flag = parser.add_argument
+    flag("--model-path", metavar="PATH", help="the engine's model: a file or a directory")
+    flag("--url", metavar="URL", help="address of the server of the engine openai")
+    flag("--opt", action="append", default=[], metavar="NAME=VALUE", help="an option of the engine")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
         common.show(options_table(engine))
         return 0
     contract = settings.worker.contract()
+    if not getattr(engine_class(engine), "pads", True) and args.worker_ragged is None:
+        contract = dataclasses.replace(contract, ragged=True)
     if settings.worker.model is None:
         raise ConfigError("say which model this worker serves: --model NAME")
-    factory = engine_factory(engine, parse_opts(args.opt))
+    factory = engine_factory(engine, fabric.engine_options(args, engine, 1))
     from zfabric.worker import Worker
 
     worker = Worker(

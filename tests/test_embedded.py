@@ -1,0 +1,198 @@
+"""`zfabric run-batch --engine`: one command does a whole job, and goes on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.running import (
+    ids_of,
+    lines_in,
+    read_rows,
+    request,
+    start_zfabric,
+    until,
+    write_batch,
+    zfabric,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+SLOW = ("--opt", "batch_us=200000", "--max-batch", "4")
+
+
+def descendants(pid):
+    """Every process that `pid` has started, directly or not."""
+    parent_of = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent_of[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parent_of.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def kill_everything(process):
+    """SIGKILL for the command and all that it has started, at once."""
+    pids = descendants(process.pid)
+    assert len(pids) >= 3, "broker, worker and engine"
+    for pid in {process.pid, *pids}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def prompts(count):
+    system = "Answer the question with one word. " * 20
+    return [request(f"q-{k}", f"question {k} " * (1 + k % 9), system=system) for k in range(count)]
+
+
+def run(cwd, *flags):
+    return zfabric("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", *flags, cwd=cwd)
+
+
+def test_one_command_does_the_whole_job_and_leaves_nothing_behind(tmp_path):
+    write_batch(tmp_path / "in.jsonl", [*prompts(100), "not json"])
+    done = run(tmp_path, "--engine", "sim", "--workers", "2", "--json")
+    assert done.returncode == 1, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["done"], summary["bad"], summary["complete"]) == (100, 1, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl", "out.errors.jsonl", "out.jsonl", "out.jsonl.zfabric.json"
+    ]  # fmt: skip
+    again = run(tmp_path, "--engine", "sim", "--resume", "--json")
+    assert json.loads(again.stdout)["submitted"] == 0
+
+
+def test_after_a_kill_of_everything_resume_does_the_rest(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(60))
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
+    process = start_zfabric(*words, cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 8)
+    kill_everything(process)
+    before = lines_in(tmp_path / "out.jsonl")
+    assert before < 60
+    done = run(tmp_path, "--engine", "sim", "--resume", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    # what the broker had taken is its own still: nothing was sent twice
+    assert (summary["adopted"], summary["submitted"]) == (60 - summary["resumed"], 0)
+    assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(60))
+
+
+def test_a_kill_of_the_command_alone_ends_its_children_and_resume_waits_for_them(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(60))
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
+    process = start_zfabric(*words, cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    children = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    done = run(tmp_path, "--engine", "sim", "--resume", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(read_rows(tmp_path / "out.jsonl")) == 60
+    until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in children))
+
+
+def test_llama_cpp_does_a_whole_job_and_goes_on_after_a_kill(tmp_path):
+    pytest.importorskip("xllamacpp", reason="the extra zfabric[llamacpp] is not installed")
+    from zfabric_workers.tinygguf import write_tiny_gguf
+
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    rows = prompts(200)
+    for row in rows:
+        row["body"]["max_tokens"] = 2
+    write_batch(tmp_path / "in.jsonl", rows)
+    flags = ("--engine", "llamacpp", "--model-path", "tiny.gguf", "--workers", "2")
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", *flags, "--max-batch", "4")
+    process = start_zfabric(*words, cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 8)
+    kill_everything(process)
+    done = run(tmp_path, *flags, "--resume", "--json")
+    assert done.returncode == 0, done.stderr
+    assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(200))
+    for row in read_rows(tmp_path / "out.jsonl"):
+        ChatCompletion.model_validate(row["response"]["body"])
+
+
+def test_an_engine_that_cannot_load_ends_the_run_with_its_reason(tmp_path):
+    pytest.importorskip("xllamacpp", reason="the extra zfabric[llamacpp] is not installed")
+    write_batch(tmp_path / "in.jsonl", prompts(3))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF, or so it says")
+    done = run(tmp_path, "--engine", "llamacpp", "--model-path", "bad.gguf")
+    assert done.returncode == 1
+    assert "llama.cpp cannot load bad.gguf" in done.stderr
+    assert not read_rows(tmp_path / "out.jsonl")
+
+
+def test_a_model_that_its_workers_do_not_serve_ends_the_run_with_code_4(tmp_path):
+    rows = [request("a"), request("b", model="other")]
+    write_batch(tmp_path / "in.jsonl", rows)
+    done = run(tmp_path, "--engine", "sim")
+    assert done.returncode == 4
+    assert "no worker serves" in done.stderr
+    assert ids_of(tmp_path / "out.jsonl") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--engine", "nothing"), "unknown engine 'nothing'"),
+        (("--engine", "llamacpp"), "--model-path"),
+        (("--engine", "sim", "--url", "http://x"), "unknown engine option 'url'"),
+        (("--engine", "sim", "--broker", "tcp://127.0.0.1:1"), "leave out --broker"),
+        (("--engine", "sim", "--opt", "speed=fast"), "speed must be a number"),
+    ],
+)
+def test_flags_that_cannot_be_used_end_it_before_anything_starts(flags, text, tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    done = run(tmp_path, *flags)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_with_rows_is_not_touched(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    (tmp_path / "out.jsonl.fabric").mkdir()
+    done = run(tmp_path, "--engine", "sim")
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+    assert (tmp_path / "out.jsonl.fabric").exists()
+
+
+def test_a_stop_says_how_to_go_on_with_all_that_was_told(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(60))
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
+    process = start_zfabric(*words, cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    go_on = said.rpartition("To go on: zfabric ")[2].splitlines()[0].split()
+    assert go_on[-6:] == ["--engine", "sim", "--max-batch", "4", "--opt", "batch_us=200000"]
+    done = zfabric(*go_on, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_rows(tmp_path / "out.jsonl")) == 60
+
+
+def test_a_dry_run_shows_shapes_by_example_and_runs_nothing(tmp_path):
+    write_batch(tmp_path / "in.jsonl", [*prompts(100), request("odd", "x", system="alone")])
+    done = zfabric("run-batch", "-i", "in.jsonl", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "q-0: Answer the question with one word." in done.stdout
+    assert "1 items in shapes of under 32 items" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    done = zfabric("run-batch", "-i", "in.jsonl", "--dry-run", "--json", cwd=tmp_path)
+    plan = json.loads(done.stdout)
+    assert [shape["items"] for shape in plan["shapes"]] == [100, 1]
+    assert plan["policies"]["lanes"]["waste_ratio"] < plan["policies"]["fifo"]["waste_ratio"]
+    reals = {each["real_tokens"] for each in plan["policies"].values()}
+    assert reals == {plan["tokens"]}

@@ -1,0 +1,234 @@
+"""The engine `llamacpp`: real llama.cpp servers with real caches, weights at random."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xllamacpp", reason="the extra zfabric[llamacpp] is not installed")
+
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion
+
+from tests.running import (
+    COMPLETIONS,
+    EMBEDDINGS,
+    brokering,
+    operating,
+    read_rows,
+    request,
+    serving,
+)
+from zfabric.batchrun import run_batch
+from zfabric.cli.prompts import write_batch_file
+from zfabric.engine import Batch, Result
+from zfabric.errors import ConfigError, FabricError
+from zfabric.shapes import Contract, Shape
+from zfabric_workers import engine_factory
+from zfabric_workers.llamacpp import LlamaCppEngine
+from zfabric_workers.tinygguf import tokenizer_file, write_tiny_gguf
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPTS_ITEMS = 720
+CONTEXT_TOKENS = 2_048
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory):
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def batch(*lines):
+    shape = Shape.of("m", "prefix")
+    payloads = tuple(json.dumps(line).encode() for line in lines)
+    return Batch("m", None, (10,) * len(lines), payloads, (shape,), (0,) * len(lines))
+
+
+@contextlib.contextmanager
+def loaded(gguf, **options):
+    engine = LlamaCppEngine(model_path=str(gguf), threads=1, context_tokens=512, **options)
+    engine.load()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_the_file_is_the_same_each_time_and_small(gguf, tmp_path):
+    again = write_tiny_gguf(tmp_path / "again.gguf")
+    assert again.read_bytes() == gguf.read_bytes()
+    assert gguf.stat().st_size < 20_000_000
+    assert write_tiny_gguf(tmp_path / "other.gguf", seed=8).read_bytes() != gguf.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.gguf", "other.gguf"]
+
+
+def test_each_request_has_an_openai_answer_or_its_own_failure(gguf):
+    lines = [
+        request("chat", "one two", max_tokens=3),
+        request("plain", "one two", url=COMPLETIONS, max_tokens=3),
+        request("long", "word " * 2_000),
+        request("wrong", "x", temperature="hot"),
+        request("many", "x", n=3, max_tokens=1),
+    ]
+    with loaded(gguf) as engine:
+        results = dict(engine.run(batch(*lines)))
+        stats = engine.cache_stats()
+    chat = ChatCompletion.model_validate_json(results[0].payload)
+    assert chat.usage.completion_tokens == 3
+    Completion.model_validate_json(results[1].payload)
+    assert results[2] == Result.too_long()
+    assert [json.loads(results[k].payload)["code"] for k in (3, 4)] == ["bad_request"] * 2
+    assert stats.measured_by == "engine"
+    assert 0 < stats.hits_tokens < stats.queries_tokens
+
+
+def test_embeddings_are_served_when_asked_for(gguf):
+    with loaded(gguf, embeddings=True, pooling="mean") as engine:
+        results = dict(engine.run(batch(request("e", ["a", "b c"], url=EMBEDDINGS))))
+        assert engine.cache_stats() is None
+    assert len(CreateEmbeddingResponse.model_validate_json(results[0].payload).data) == 2
+
+
+def test_a_prompt_that_repeats_a_prefix_is_cached_but_for_its_end(gguf):
+    system = "few shot " * 60
+    with loaded(gguf) as engine:
+        before = dict(engine.run(batch(request("a", "x", system=system, max_tokens=1))))
+        first = engine.cache_stats()
+        dict(engine.run(batch(request("b", "y", system=system, max_tokens=1))))
+        second = engine.cache_stats()
+    assert before
+    asked = second.queries_tokens - first.queries_tokens
+    assert second.hits_tokens - first.hits_tokens > 0.8 * asked
+
+
+def test_options_that_cannot_be_used_are_refused(gguf, tmp_path):
+    with pytest.raises(ConfigError, match="--model-path"):
+        engine_factory("llamacpp", {})
+    with pytest.raises(ConfigError, match="there is no file"):
+        engine_factory("llamacpp", {"model_path": str(tmp_path / "none.gguf")})
+    with pytest.raises(ConfigError, match="slots must be at most"):
+        engine_factory("llamacpp", {"model_path": str(gguf), "slots": "65"})
+
+
+def test_a_file_that_is_no_model_fails_to_load_with_its_name(tmp_path):
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF but not really" * 100)
+    with pytest.raises(FabricError, match=re.escape(str(bad))):
+        LlamaCppEngine(model_path=str(bad)).load()
+
+
+# -- 720 prompts, two servers ------------------------------------------------------------------
+
+
+class Sentences:
+    """The tokens that the model sees of a request, counted with its own tokenizer."""
+
+    def __init__(self):
+        from sentencepiece import SentencePieceProcessor
+
+        self.processor = SentencePieceProcessor(model_file=str(tokenizer_file()))
+
+    def of(self, row):
+        text = "".join(
+            f"<|{message['role']}|>\n{message['content']}\n" for message in row["body"]["messages"]
+        )
+        return [self.processor.bos_id(), *self.processor.encode(text + "<|assistant|>\n")]
+
+
+def common(a, b):
+    return next(
+        (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def ideal_cached_ratio(rows):
+    """Every prompt but the first of a prefix finds all that its group shares; one server."""
+    tokens_of, groups, total = Sentences(), {}, 0
+    for row in rows:
+        tokens = tokens_of.of(row)
+        total += len(tokens)
+        groups.setdefault(row["body"]["messages"][0]["content"], []).append(tokens)
+    shared = sum(
+        (len(group) - 1) * min(common(group[0], tokens) for tokens in group[1:])
+        for group in groups.values()
+        if len(group) > 1
+    )
+    return shared / total
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def counters(port, key):
+    """(cached, computed) prompt tokens as the server itself counts them."""
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {key}"}
+    )
+    text = urllib.request.urlopen(asked, timeout=10).read().decode()
+    found = dict(re.findall(r"^llamacpp:(prompt_tokens(?:_cached)?_total) (\d+)$", text, re.M))
+    return int(found["prompt_tokens_cached_total"]), int(found["prompt_tokens_total"])
+
+
+def hit_rates(source, policy, gguf, directory):
+    """(ratio by the servers' counters, ratio in status, residual) of one whole run."""
+    directory.mkdir()
+    key = directory / "key"
+    key.write_text("open sesame")
+    ports = [free_port(), free_port()]
+    contract = Contract(16, 65_536, 8_192)
+    with brokering(policy=policy) as broker, contextlib.ExitStack() as workers:
+        for k, port in enumerate(ports):
+            factory = functools.partial(
+                LlamaCppEngine, model_path=str(gguf), context_tokens=CONTEXT_TOKENS, threads=1,
+                port=port, api_key_file=str(key),
+            )  # fmt: skip
+            workers.enter_context(
+                serving(factory, broker.address, model="tiny", name=f"llama{k}", contract=contract)
+            )
+        summary = run_batch(source, directory / "out.jsonl", broker=broker.address)
+        assert summary.ok
+        counted = [counters(port, key.read_text()) for port in ports]
+        with operating(broker.address) as client:
+            status = client.stats(10)
+    for row in read_rows(directory / "out.jsonl"):
+        ChatCompletion.model_validate(row["response"]["body"])
+    cached = sum(each[0] for each in counted)
+    told = [row for row in status["workers"] if row["cache_queries_tokens"]]
+    asked = sum(row["cache_queries_tokens"] for row in told)
+    return (
+        cached / sum(map(sum, counted)),
+        sum(row["cache_hits_tokens"] for row in told) / asked,
+        status["residual_items"],
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_lanes_reach_the_ideal_of_real_caches_and_arrival_order_does_not(gguf, tmp_path):
+    """Two llama.cpp servers of one slot, whose cache is smaller than the sum of the prefixes."""
+    source = tmp_path / "in.jsonl"
+    with contextlib.chdir(ROOT):
+        write_batch_file(source, PROMPTS_ITEMS, "tiny", max_tokens=2)
+    rows = read_rows(source)
+    assert len(rows) == PROMPTS_ITEMS
+    prefixes = {row["body"]["messages"][0]["content"] for row in rows}
+    assert sum(len(Sentences().processor.encode(text)) for text in prefixes) > 2 * CONTEXT_TOKENS
+    ideal = ideal_cached_ratio(rows)
+    counted, shown, residual = hit_rates(source, "lanes", gguf, tmp_path / "lanes")
+    assert residual == 0
+    assert counted >= 0.97 * ideal
+    assert shown == pytest.approx(counted, rel=0.01)
+    unordered, shown, residual = hit_rates(source, "fifo", gguf, tmp_path / "fifo")
+    assert residual == 0
+    assert unordered < 0.5 * ideal
+    assert shown == pytest.approx(unordered, rel=0.01)

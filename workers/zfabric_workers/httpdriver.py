@@ -1,0 +1,281 @@
+"""Sending the items of a batch to an OpenAI-compatible server, many in flight, in order.
+
+Decides what is tried again here, and for how long:
+
+    fault   `tries` times, waiting twice as long each time; then the item is left without a result
+    busy    until it is taken, at most `BUSY_S`; then as away
+    away    for `AWAY_S`; then the batch is given back and nothing is charged
+    lost    (the connection broke) once; if the server is gone then, it died with this item: `died`
+    hung    (no answer in `timeout_s`) never; the item's fault if the server answers others
+
+Items that have a result are passed on whatever happens to the others; after anything but a fault no
+more are sent. Times are seconds. Never logs a header or a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from zfabric.engine import Batch, EngineUnreachable, OutOfMemory, Result
+from zfabric.errors import ConfigError, FabricError
+from zfabric.shapes import Shape
+from zfabric_workers.cachecounts import CacheCounts, Counters, read_metrics
+from zfabric_workers.flight import Flight
+from zfabric_workers.inflight import Limit
+from zfabric_workers.requestlines import Call, read_call
+from zfabric_workers.verdicts import Finished, Trouble, Verdict, judge
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 5.0
+PROBE_S = 5.0
+AWAY_S = 3.0
+BUSY_S = 300.0
+BACKOFF_MAX_S = 8.0
+# The largest answer that is read; a batch's results may hold no more than 1 GiB together.
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+READ_BYTES = 256 * 1024
+METRICS_BYTES_MAX = 4 * 1024 * 1024
+CAUSES_TOLD = 3
+
+
+class ServerFault(FabricError):
+    """The server failed at some items of a batch; they are charged and retried one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How requests are made. `slots`: places of the server that each keep a cache of their own."""
+
+    url: str
+    timeout_s: float = 600.0
+    tries: int = 4
+    backoff_s: float = 0.25
+    api_key: str | None = None
+    served_model: str | None = None
+    slots: int | None = None
+
+    @property
+    def base(self) -> str:
+        """The server's address without /v1."""
+        return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Driver:
+    """One server; owned by one thread, which is inside one of its methods or nowhere."""
+
+    def __init__(self, manner: Manner, limit: Limit, counts: CacheCounts) -> None:
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise ConfigError(
+                "this engine speaks HTTP through aiohttp: pip install 'zfabric[openai]'"
+            ) from error
+        self._http = aiohttp
+        self._manner = manner
+        self._limit = limit
+        self._counts = counts
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        self._warm: Shape | None = None
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        if self._session is not None:
+            self._loop.run_until_complete(self._session.close())
+        self._loop.close()
+
+    def run(self, batch: Batch) -> Iterator[tuple[int, Result]]:
+        """(index, result) as items finish; raises if some have none, after all that have one.
+
+        Raises ServerFault, EngineUnreachable or OutOfMemory.
+        """
+        calls: dict[int, Call] = {}
+        for index, payload in enumerate(batch.payloads):
+            call = read_call(payload)
+            if isinstance(call, Call):
+                calls[index] = call
+            else:
+                yield index, call
+        flight = Flight(batch, list(calls), self._warm, self._manner.slots)
+        running: dict[asyncio.Task[Verdict], int] = {}
+        troubles: list[Trouble] = []
+        try:
+            while self._refill(flight, calls, running):
+                full = len(running) >= self._limit.value
+                for task in self._first_done(running):
+                    index = running.pop(task)
+                    flight.release(index)
+                    verdict = task.result()
+                    if isinstance(verdict, Trouble):
+                        troubles.append(verdict)
+                        flight.stopped |= verdict.kind != "fault"
+                    else:
+                        self._note(verdict, full)
+                        yield index, verdict.result
+        finally:
+            self._cancel(running)
+            self._warm = None if troubles else flight.warm
+        if troubles:
+            _raise(troubles)
+
+    def get(self, path: str, bytes_max: int = METRICS_BYTES_MAX) -> bytes | None:
+        """A small document of the server; None if there is none."""
+        return self._loop.run_until_complete(self._get(path, bytes_max))
+
+    def counters(self) -> Counters | None:
+        """The server's own cache counters; None if it has none that are known."""
+        text = self.get("/metrics")
+        return None if text is None else read_metrics(text.decode("utf-8", "replace"))
+
+    def slots_total(self) -> int | None:
+        """How many requests a llama.cpp server works on at once; None for other servers."""
+        try:
+            slots = json.loads(self.get("/props") or b"null")["total_slots"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        return slots if type(slots) is int and slots > 0 else None
+
+    def _refill(
+        self, flight: Flight, calls: dict[int, Call], running: dict[asyncio.Task[Verdict], int]
+    ) -> bool:
+        """Send what may be sent now; whether anything is at the server."""
+        while (index := flight.take(len(running), self._limit.value)) is not None:
+            asking = self._ask(calls[index], flight.slot_of(index))
+            running[self._loop.create_task(asking)] = index
+        return bool(running)
+
+    def _first_done(self, running: dict[asyncio.Task[Verdict], int]) -> set[asyncio.Task[Verdict]]:
+        waiting = asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        return self._loop.run_until_complete(waiting)[0]
+
+    def _cancel(self, running: dict[asyncio.Task[Verdict], int]) -> None:
+        for task in running:
+            task.cancel()
+        if running:
+            self._loop.run_until_complete(asyncio.wait(running))
+
+    def _note(self, finished: Finished, full: bool) -> None:
+        usage = finished.usage
+        self._counts.add(usage)
+        computed = (usage.prompt_tokens or 0) - (usage.cached_tokens or 0)
+        work = max(1, computed + (usage.completion_tokens or 0))
+        self._limit.note(time.monotonic(), work, full=full)
+
+    # -- one request ---------------------------------------------------------------------------
+
+    async def _ask(self, call: Call, slot: int | None) -> Verdict:
+        """One item to its end, with what is tried again."""
+        faults, waited_s, backoff_s, lost = 0, 0.0, self._manner.backoff_s, False
+        while True:
+            verdict = await self._post(call, slot)
+            if isinstance(verdict, Finished) or verdict.kind == "memory":
+                return verdict
+            if verdict.kind == "hung":
+                return Trouble("fault" if await self._answers() else "away", verdict.text)
+            if lost and verdict.kind in ("lost", "away"):
+                return Trouble("died", f"the server was lost with this item: {verdict.text}")
+            lost = verdict.kind == "lost"
+            faults += verdict.kind == "fault"
+            if verdict.kind == "busy":
+                self._limit.busy(time.monotonic())
+            patience_s = BUSY_S if verdict.kind == "busy" else AWAY_S
+            if faults >= self._manner.tries:
+                return verdict
+            if verdict.kind in ("busy", "away") and waited_s >= patience_s:
+                return Trouble("away", verdict.text)
+            pause_s = verdict.retry_after_s if verdict.retry_after_s is not None else backoff_s
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    async def _post(self, call: Call, slot: int | None) -> Verdict:
+        session, aiohttp = self._connected(), self._http
+        try:
+            async with session.post(
+                self._manner.base + call.url, data=self._body_of(call, slot), allow_redirects=False
+            ) as response:
+                body = await _read(response, ANSWER_BYTES_MAX)
+                if body is None:
+                    return Trouble("fault", f"an answer of over {ANSWER_BYTES_MAX} bytes")
+                return judge(call, response.status, body, response.headers.get("Retry-After"))
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            return Trouble("away", f"{self._manner.base} cannot be reached: {error}")
+        except TimeoutError:
+            return Trouble("hung", f"no answer within {self._manner.timeout_s:g} s")
+        except aiohttp.InvalidURL as error:
+            return Trouble("away", f"{self._manner.base} is no address: {error}")
+        except (aiohttp.ClientError, OSError) as error:
+            return Trouble("lost", f"the connection broke: {type(error).__name__} {error}")
+
+    def _body_of(self, call: Call, slot: int | None) -> bytes:
+        body = call.body
+        if self._manner.served_model is not None:
+            body = body | {"model": self._manner.served_model}
+        if slot is not None:
+            body = body | {"id_slot": slot}
+        return json.dumps(body).encode()
+
+    async def _answers(self) -> bool:
+        """Whether the server says anything at all."""
+        timeout = self._http.ClientTimeout(total=PROBE_S)
+        with contextlib.suppress(self._http.ClientError, OSError, TimeoutError):
+            url = self._manner.base + "/v1/models"
+            async with self._connected().get(url, timeout=timeout):
+                return True
+        return False
+
+    async def _get(self, path: str, bytes_max: int) -> bytes | None:
+        timeout = self._http.ClientTimeout(total=PROBE_S)
+        with contextlib.suppress(self._http.ClientError, OSError, TimeoutError):
+            url = self._manner.base + path
+            async with self._connected().get(url, timeout=timeout) as response:
+                if response.status == 200:
+                    return await _read(response, bytes_max)
+        return None
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Content-Type": "application/json"}
+            if self._manner.api_key is not None:
+                headers["Authorization"] = f"Bearer {self._manner.api_key}"
+            # Our own limit decides. A connection that is kept may have died since, and then nobody
+            # can tell whether the server ever had the item: a new one costs less than the doubt.
+            self._session = self._http.ClientSession(
+                connector=self._http.TCPConnector(limit=0, force_close=True),
+                headers=headers,
+                timeout=self._http.ClientTimeout(
+                    total=self._manner.timeout_s, sock_connect=CONNECT_S
+                ),
+            )
+        return self._session
+
+
+async def _read(response: Any, bytes_max: int) -> bytes | None:
+    """The body; None if it is longer than `bytes_max`."""
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(READ_BYTES):
+        body += chunk
+        if len(body) > bytes_max:
+            return None
+    return bytes(body)
+
+
+def _raise(troubles: list[Trouble]) -> None:
+    """The exception that stands for what is left without a result."""
+    kinds = {trouble.kind for trouble in troubles}
+    causes = Counter(trouble.text for trouble in troubles).most_common(CAUSES_TOLD)
+    text = "; ".join(f"{times} x {cause}" if times > 1 else cause for cause, times in causes)
+    if "memory" in kinds:
+        raise OutOfMemory(text)
+    if kinds <= {"away", "busy"}:
+        raise EngineUnreachable(text)
+    raise ServerFault(text)
