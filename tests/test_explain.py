@@ -78,10 +78,13 @@ def test_run_with_128_lanes_is_explained_as_capacity(capacity: dict[str, Any]) -
     assert said.since is not None and said.since < capacity["time"]
 
 
-def test_same_run_with_2048_lanes_is_healthy() -> None:
-    said = explain(run_of(trace() * 3, lanes=2_048))
+def test_same_run_with_2048_lanes_is_healthy(capacity: dict[str, Any]) -> None:
+    few, said = explain(capacity), explain(run_of(trace() * ROUNDS, lanes=2_048))
     assert said.verdict == "healthy"
-    assert said.waste_ratio < 0.02
+    assert sum(part.tokens for part in said.parts if part.cause == "forced") == 0
+    assert said.waste_ratio < few.waste_ratio / 3
+    assert said.cost_ratio is not None and few.cost_ratio is not None
+    assert said.cost_ratio < few.cost_ratio
 
 
 def test_run_of_short_prompts_is_explained_as_short_prompts() -> None:

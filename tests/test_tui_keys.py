@@ -209,8 +209,12 @@ def test_cursor_comes_back(day: Day) -> None:
 
 
 def test_detail_is_of_the_lane_under_the_cursor(day: Day) -> None:
-    seen = pressed(live(day), "2", "right", look=screen_of)
-    assert any(line.startswith("lane 1 ") for line in seen[-1])
+    known = day.all_lanes[-1]
+    shortest = sorted(zip(known["target_tokens"], known["id"], strict=True))
+    seen = pressed(live(day), "2", "o", "right", look=screen_of)
+    for lines, (target, lane_id) in zip(seen[2:], shortest, strict=False):
+        wanted = f"lane {lane_id}  "
+        assert any(line.startswith(wanted) and f"{target:,} tokens" in line for line in lines)
     seen = pressed(live(day), "2", "end", look=screen_of)
     assert any(line == "lane 2047: free" for line in seen[-1])
 

@@ -136,8 +136,13 @@ def _words(verdict: str, status: Status) -> tuple[str, str, str]:
 
 def _healthy(status: Status) -> tuple[str, str, str]:
     advice, command = "nothing is to be done", "zfabric top"
-    if status["waste_ratio"] <= HEALTHY_WASTE_MAX:
-        rule = f"waste is at most {HEALTHY_WASTE_MAX:.0%}"
+    neighbour = status["waste_tokens"]["neighbour"]
+    own = status["padded_tokens"] - status["real_tokens"] - neighbour
+    if own <= HEALTHY_WASTE_MAX * status["padded_tokens"]:
+        besides = ", besides what neighbours add to fill batches" if neighbour else ""
+        rule = f"waste is at most {HEALTHY_WASTE_MAX:.0%}{besides}"
+    elif neighbour > own:
+        rule = "most padding is from neighbours, which join only where it costs less than it saves"
     else:
         rule = (
             "most padding is within the threshold, with lanes to spare (pressure under "

@@ -85,13 +85,8 @@ class Fabric:
 
     def event(self, kind: str, text: str, now: float, **fields: Any) -> None:
         """Remember something that an operator should see."""
-        entry = {
-            "seq": self._next_event,
-            "time": now + self.wall_offset_s,
-            "event": kind,
-            "text": text,
-            **fields,
-        }
+        at_s = now + self.wall_offset_s
+        entry = {"seq": self._next_event, "time": at_s, "event": kind, "text": text, **fields}
         self._next_event += 1
         self.event_counts[kind] = self.event_counts.get(kind, 0) + 1
         self.events.append(entry)

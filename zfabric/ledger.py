@@ -249,7 +249,8 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str
     growth, short prompts (floor and rounding lead), or, where lanes are not the cause at all,
     strict packing or arrival order.
     """
-    if waste.waste_ratio <= HEALTHY_WASTE_MAX:
+    # A neighbour joins a batch only where a batch of its own would have cost more: no ill.
+    if waste.wasted_tokens - waste.parts.neighbour <= HEALTHY_WASTE_MAX * waste.padded_tokens:
         return "healthy"
     if any(_explains_all(shape, waste) for shape in shapes):
         return "one noisy shape"
@@ -264,8 +265,7 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str
         "arrival order": parts.arrival,
     }
     lead = max(leads, key=leads.__getitem__)
-    # With room for more lanes, waste within the threshold is what the rules were asked for; and
-    # a neighbour joins a batch only where a batch of its own would have cost more.
+    # With room for more lanes, waste within the threshold is what the rules were asked for.
     if lead == "neighbours" or (lead == "tolerance" and pressure < HIGH_PRESSURE_MIN):
         return "healthy"
     return lead
