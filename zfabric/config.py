@@ -204,7 +204,9 @@ class WorkerConfig:
     """What `zfabric worker` needs. Raises ConfigError for a value that is out of range."""
 
     engine: str | None = key_row(
-        None, "engine that runs the batches; this release has: sim", metavar="NAME"
+        None,
+        "engine that runs the batches: embed, llamacpp, openai, sim, transformers",
+        metavar="NAME",
     )
     model: str | None = key_row(None, "model that this worker serves", metavar="NAME")
     name: str | None = key_row(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, KeysView, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
@@ -426,9 +426,10 @@ class LaneDraining:
         """Tokens ready, all lanes together."""
         return self._ready.tokens_total
 
-    def __contains__(self, lane: int) -> bool:
-        """Whether anything of the lane is ready."""
-        return lane in self._ready.items
+    @property
+    def ready_lanes(self) -> KeysView[int]:
+        """The lanes of which anything is ready."""
+        return self._ready.items.keys()
 
     def ready(self, lane: int) -> tuple[int, int]:
         """(items, tokens) ready of one lane."""

@@ -50,7 +50,8 @@ def candidates(order: LaneDraining, lanes: Lanes, below: int | None, now: float)
 
 
 def _ready(order: LaneDraining, rows: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    return (row for row in rows if row[0] in order)
+    ready = order.ready_lanes
+    return (row for row in rows if row[0] in ready)
 
 
 def goes_on_below(

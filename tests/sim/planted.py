@@ -8,9 +8,11 @@ from typing import Any
 from unittest import mock
 
 from tests.sim.world import World
+from zfabric.delivery import Delivery
 from zfabric.dispatcher import Dispatcher
 from zfabric.files import FileBacking
 from zfabric.judging import Judge
+from zfabric.offers import Offers
 from zfabric.store import Store
 
 
@@ -40,6 +42,32 @@ def outbox_freed_before_tombstone_is_synced() -> list[Any]:
         window.freed, window.finished = freed, finished
 
     return [mock.patch.object(FileBacking, "free_results", free_now)]
+
+
+def cursor_moved_before_the_channel_took_the_batch() -> list[Any]:
+    """Reading advances; a batch that could not be sent is never read again."""
+    following, commit = Offers.next, Store.commit
+
+    def next_and_advance(self: Any, now: float) -> Any:
+        offer = following(self, now)
+        for take in offer.takes if offer is not None else ():
+            commit(self._fabric.store, take)
+        return offer
+
+    return [
+        mock.patch.object(Offers, "next", next_and_advance),
+        mock.patch.object(Store, "commit", lambda self, take: None),
+    ]
+
+
+def unlisted_batch_taken_back_too_early() -> list[Any]:
+    """A heartbeat that was written before a batch arrived says that its worker does not hold it."""
+    heartbeat = Delivery.heartbeat
+
+    def heartbeat_of_all(self: Any, worker: Any, fields: dict[str, Any], now: float) -> None:
+        heartbeat(self, worker, {**fields, "received": worker.sent}, now)
+
+    return [mock.patch.object(Delivery, "heartbeat", heartbeat_of_all)]
 
 
 def numbers_forgotten_at_restart() -> list[Any]:
@@ -81,6 +109,8 @@ def judged_before_drained() -> list[Any]:
 PLANTED = (
     tombstone_before_result,
     outbox_freed_before_tombstone_is_synced,
+    cursor_moved_before_the_channel_took_the_batch,
+    unlisted_batch_taken_back_too_early,
     numbers_forgotten_at_restart,
     returned_item_behind_the_cursor,
     judged_before_drained,

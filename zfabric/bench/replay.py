@@ -26,7 +26,7 @@ from zfabric.sweep import candidates, goes_on_below
 # The contract of all measured figures of the design.
 CONTRACT = Contract(32, 65_536, 65_536)
 # Virtual seconds between two looks for idle lanes.
-MAINTAIN_S = 1.0
+MAINTAIN_S = 0.1
 
 
 class Totals:

@@ -86,11 +86,15 @@ def measure(packer: Packer, lengths: Sequence[int], items: int, backlog: int, se
         count = min(MESSAGE, items - done)
         done += count
         now = done / RATE
-        packer.maintain(now)
-        packer.submit(rng.choices(lengths, k=count), now)
-        # A backlog of 0 is the floor: everything has come before anything goes.
+        message = rng.choices(lengths, k=count)
+        # A backlog of 0 is the floor: everything has come before anything goes, and nothing of it
+        # must warm up.
         if backlog:
+            packer.maintain(now)
+            packer.submit(message, now)
             packer.drain(backlog, now)
+        elif done > items * WARM_UP:
+            packer.submit(message, now)
     if not backlog:
         packer.drain(0, now)
     return packer.totals

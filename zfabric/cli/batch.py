@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_dry(args, config)
     if args.output is None:
-        raise ConfigError("say where the results go: -o FILE (or --dry-run)")
+        raise ConfigError("say where the results go: -o/--output FILE (or --dry-run)")
     if args.worker_engine is None:
         return _run(args, config, reporter(quiet=args.quiet))
     if args.client_broker is not None:

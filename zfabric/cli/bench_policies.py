@@ -100,7 +100,7 @@ def _add_policies(within: common.Commands) -> None:
     policies = common.add_command(
         within, "policies", _policies, "speed of the rules alone", POLICIES, example
     )
-    _number(policies, "--items", 400_000, "items")
+    _number(policies, "--items", 200_000, "items")
     _trace(policies)
     policies.add_argument(
         "--check",
@@ -162,7 +162,7 @@ def _wall(args: argparse.Namespace) -> int:
         sort=args.sort,
         seed=args.seed,
     )
-    common.say(f"zfabric: replaying {args.items:,} items; 22 million take less than a minute")
+    common.say(f"zfabric: replaying {args.items:,} items over {args.shapes} shapes")
     found = wall.run(load, args.processes or None)
     if args.plot:
         text = plot.svg(
