@@ -289,6 +289,12 @@ def test_snapshot_on_the_feed_is_what_status_says(connected: Connected) -> None:
         assert snapshot["shapes"][0]["ready_items"] == 3
 
 
+def test_first_event_has_the_time_of_day() -> None:
+    with running() as (_, endpoints), Client(endpoints.producers, name="early") as client:
+        (first, *_) = client.request("events", 10.0)
+    assert abs(first["time"] - time.time()) < 60
+
+
 def test_lanes_of_a_shape_are_fed_to_who_asks_for_that_shape(connected: Connected) -> None:
     with running(hz=20) as (_, endpoints):
         feed = connected(zmq.SUB, endpoints.stats, b"lanes:%016x" % SHAPE.signature)

@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from tests.harness import Bench, FakeProducer
+from zfabric.operate import CANCEL_ITEMS
 from zfabric.protocol import Status, Type, encode, packed
 from zfabric.shapes import Shape
 
@@ -415,8 +416,8 @@ def test_cancel_reaches_every_item_of_the_largest_message() -> None:
     producer.submit([10] * 65_536)
     bench.settle()
     producer.ask("producers.cancel", name="job")
-    for _ in range(5):
-        bench.tick(0.1)
+    while bench.dispatcher.busy:
+        bench.tick(0.001)
     assert bench.status()["ready_items"] == 0
     assert bench.status()["cancelled_items"] == 65_536
 
@@ -475,3 +476,19 @@ def test_absent_names_with_nothing_here_make_way(monkeypatch: pytest.MonkeyPatch
     assert codes(third) == []
     assert set(bench.fabric.producer_index) == {"busy", "third"}
     assert codes(bench.producer("fourth", instance=4)) == ["too_many_producers"]
+
+
+def test_cancelling_a_full_lane_leaves_the_loop_its_turns() -> None:
+    bench = Bench(lanes=1)
+    producer = bench.producer()
+    producer.submit([10] * 1_000)
+    bench.settle()
+    producer.ask("producers.cancel", name="job")
+    left = []
+    while bench.fabric.store.items:
+        bench.tick()
+        left.append(bench.fabric.store.items)
+    assert len(left) >= 3
+    assert max(a - b for a, b in zip([1_000, *left], left, strict=False)) <= CANCEL_ITEMS
+    bench.settle()
+    assert producer.results == {n: [Status.CANCELLED] for n in range(1, 1_001)}

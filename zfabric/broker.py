@@ -95,6 +95,8 @@ class Broker:
             backing.room.min_free_bytes = config.min_free
             backing.room.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
+        # The first events come before the first tick.
+        self.dispatcher.fabric.wall_offset_s = time.time() - time.monotonic()
         self._backing = self.dispatcher.fabric.store.backing
         if backing is not None and self.recovered is not None:
             restore(self.dispatcher.fabric, backing, self.recovered, time.monotonic())

@@ -10,7 +10,6 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,9 +164,12 @@ class SegmentFile:
 
     def end_of(self, place: int) -> int:
         """The offset at which what follows an entry begins."""
-        # Places that were lost have an offset of 0.
-        behind = next((offset for offset in islice(self.offsets, place + 1, None) if offset), None)
-        return self.tail if behind is None else self.header.data_offset + ALIGN * behind
+        offsets = self.offsets
+        for following in range(place + 1, len(offsets)):
+            # Places that were lost have an offset of 0.
+            if offsets[following]:
+                return self.header.data_offset + ALIGN * offsets[following]
+        return self.tail
 
     def _span(self, place: int) -> int:
         return self.end_of(place) - self.begin_of(place)

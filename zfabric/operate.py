@@ -20,6 +20,8 @@ from zfabric.protocol import Status
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
 CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget"})
+# Items cancelled in a turn, some 100 us each on disk.
+CANCEL_ITEMS = 256
 # Names in an error text; a list of all would be longer than a text may be.
 NAMED_MAX = 20
 
@@ -219,13 +221,16 @@ class Operations:
 
 
 def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -> Iterator[None]:
-    """End what waits of a producer, a queue a turn, so that the loop goes on meanwhile."""
+    """End what waits of a producer, some items a turn, so that the loop goes on meanwhile."""
     payload = error_payload("cancelled", "cancelled by an operator")
     for group in list(fabric.groups.values()):
-        for queue in [queue for queue in group.queues.values() if queue.ready_items]:
-            for ref in fabric.store.waiting_of(queue, producer.index):
-                fabric.end(ref, Status.CANCELLED, payload, clock())
-            yield
+        for queue in list(group.queues.values()):
+            refs = fabric.store.peek_all(queue)
+            for start in range(0, len(refs), CANCEL_ITEMS):
+                some = refs[start : start + CANCEL_ITEMS]
+                for ref in fabric.store.waiting_of(some, producer.index):
+                    fabric.end(ref, Status.CANCELLED, payload, clock())
+                yield
 
 
 def _counted(number: int, noun: str) -> str:

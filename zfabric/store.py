@@ -258,13 +258,16 @@ class Store:
                 break
         return min(times, default=None)
 
-    def waiting_of(self, queue: LaneQueue, producer: int) -> list[int]:
-        """References of the ready items of `queue` that `producer` submitted."""
-        return [
-            ref
-            for ref in self.peek_all(queue)
-            if self._slots[ref >> ENTRY_BITS].read(ref & ENTRY_MASK).producer == producer
-        ]
+    def waiting_of(self, refs: Sequence[int], producer: int) -> list[int]:
+        """Those of `refs` that are ready still and that `producer` submitted."""
+        found = []
+        for ref in refs:
+            segment, entry = self._slots.get(ref >> ENTRY_BITS), ref & ENTRY_MASK
+            if segment is None or segment.states[entry] != LIVE or not self.is_waiting(ref):
+                continue
+            if segment.read(entry).producer == producer:
+                found.append(ref)
+        return found
 
     def columns(self, refs: Sequence[int]) -> Columns:
         """What a batch of `refs` needs. Raises InvariantError where one is gone or tombstoned."""

@@ -1,4 +1,4 @@
-"""A set of 64-bit digests in one array: custom_ids remembered at 12 to 48 bytes each.
+"""A set of 64-bit digests in one array: custom_ids remembered at 12 to 24 bytes each.
 
 A Python set of integers costs about 90 bytes an entry, which a file of 25 million lines would
 feel. Two ids share a digest with probability n * n / 2**65: 2e-5 for 25 million ids. The price of
@@ -12,16 +12,16 @@ from array import array
 import xxhash
 
 SLOTS_MIN = 1024
-# Linear probing stays short below two thirds full; growth by four keeps rehashing rare.
+# Linear probing stays short below two thirds full.
 FULL_NUMERATOR, FULL_DENOMINATOR = 2, 3
-GROWTH = 4
+GROWTH = 2
 
 
 class DigestSet:
     """Membership by xxh3_64 digest. Open addressing over an array of unsigned 64-bit slots."""
 
     def __init__(self) -> None:
-        self._slots = array("Q", bytes(8 * SLOTS_MIN))
+        self._slots = array("Q", [0]) * SLOTS_MIN
         self._count = 0
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class DigestSet:
 
     def _grow(self) -> None:
         old = self._slots
-        self._slots = array("Q", bytes(8 * len(old) * GROWTH))
+        self._slots = array("Q", [0]) * (len(old) * GROWTH)
         for digest in old:
             if digest:
                 self._slots[self._slot(digest)] = digest
