@@ -46,12 +46,13 @@ PEERS_MAX = 20_000
 UPKEEP_S = 0.1
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
-# Writes of a turn, some 40 us each: a lane that gets its first item needs a file, and a turn that
-# made 32,768 of them would block the loop for seconds.
+# Writes of a turn, some 40 us each: one that made files for 32,768 lanes would take seconds.
 WRITES_MAX = 2_048
+# Payload bytes that wait in memory for a sync to end.
+GATHERED_BYTES_MAX = 4 * 1024 * 1024
 # Characters of a refusal's text, well under what a REPLY may hold.
 REPLY_TEXT_MAX = 2_000
-# A producer or operator that says nothing for this many leases is gone; it loses nothing by it.
+# Leases that a producer or operator may say nothing; it loses nothing when it is gone.
 SILENT_LEASES = 1.5
 # What tells a peer that something is safe; it goes out when that is so.
 PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
@@ -355,9 +356,9 @@ class Dispatcher:
 
     def flush(self, now: float) -> None:
         """End of a turn: publish what was stored, promise it, and keep what needs no sync."""
-        if self._window is None or self.writing:
-            # While a sync runs, what comes in is gathered: a lane's items of one window are one
-            # write, and none could be promised earlier.
+        much = self.fabric.store.unwritten_bytes >= GATHERED_BYTES_MAX
+        if self._window is None or self.writing or much:
+            # What comes in while a sync runs is gathered: a lane's items are one write then.
             self._publish(now)
         if self.fabric.unsent:
             self._intake.send_results()
@@ -444,9 +445,8 @@ class Dispatcher:
             return False
         if now - self.draining_since >= self.config.drain_s:
             return True
-        store = self.fabric.store
-        stored = store.no_space or not store.unwritten
-        return stored and self.settled and not (self.fabric.pending.items or self.fabric.unsent)
+        open_items = self.fabric.pending.items or self.fabric.store.arriving
+        return self.settled and not (open_items or self.fabric.unsent)
 
     def farewell(self, reason: str) -> None:
         """Tell every peer that this broker ends."""

@@ -45,6 +45,8 @@ class Store:
         self._dirty: list[LaneQueue] = []
         # the latest `publish` found no room, or ended before all was written
         self.no_space = self.cut_short = False
+        # payload bytes taken in since then
+        self.unwritten_bytes = 0
         self.attempts: dict[int, int] = {}
         # live items, and how many are ready: counted here alone, for the ledger to compare
         self.items = 0
@@ -129,7 +131,9 @@ class Store:
                 continue
             stop = min(count, start + room)
             part = items.part(start, stop) if stop - start < count else items
-            self.payload_bytes += segments[-1].extend(part, now)
+            size = segments[-1].extend(part, now)
+            self.payload_bytes += size
+            self.unwritten_bytes += size
             start = stop
         self.items += count
         if not queue.unpublished:
@@ -156,6 +160,7 @@ class Store:
         published = []
         dirty, self._dirty = self._dirty, []
         writes, self.no_space, self.cut_short = 0, False, False
+        self.unwritten_bytes = 0
         for k, queue in enumerate(dirty):
             try:
                 for segment in queue.segments:
@@ -190,6 +195,11 @@ class Store:
     def unwritten(self) -> bool:
         """Whether items are taken in that are not stored yet, for want of time or space."""
         return bool(self._dirty)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether items that are taken in will be stored without anybody's help."""
+        return bool(self._dirty) and not self.no_space
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 # A scrape that the loop does not answer for so long is answered with nothing.
 SCRAPE_S = 5.0
+
+# Of <malloc.h>; and what counts as large: a message of 256 items of 2 KiB is four times that.
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 128 * 1024
 
 TEXT = """
 Start a broker. It prints its addresses when it is ready and runs until it is told to end:
@@ -48,6 +53,16 @@ def add(commands: common.Commands) -> None:
     configuration.add_flags(parser, "broker")
 
 
+def give_buffers_back() -> None:
+    """Let the buffers of large messages go back to the system when they are freed.
+
+    By itself glibc keeps them for the next ones: after a burst 50 MB stayed for good. Elsewhere
+    nothing is changed.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until told to end; 130 where that was Ctrl-C."""
     settings = common.load(args).broker
@@ -55,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.rebuild_catalog and settings.data is None:
         raise ConfigError("--rebuild-catalog needs --data DIR")
+    give_buffers_back()
     broker = Broker(settings, rebuild_catalog=args.rebuild_catalog)
     endpoints = broker.bind()
     with _watched(broker, endpoints.stats, settings) as metrics:
