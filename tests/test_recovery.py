@@ -316,3 +316,43 @@ def test_charged_items_are_retried_apart_after_a_restart(tmp_path: Path) -> None
     assert sizes == [1, 1, 1, 3]
     assert producer.results == {n: [Status.OK] for n in range(1, 7)}
     bench.check()
+
+
+def test_cursor_on_what_is_over_does_not_stop_the_broker(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1)
+    producer = bench.producer()
+    producer.submit([100] * 3)
+    bench.settle()
+    bench.now += 50.0
+    other = bench.producer("other", instance=2)
+    other.submit([100])
+    bench.settle()
+    producer.ask("producers.cancel", name="job")
+    while bench.dispatcher.busy:
+        bench.tick(0.1)
+    bench.tick(3.0)
+    assert bench.status()["oldest_item_age_s"] < 10
+    bench.crash()
+    bench.tick(3.0)
+    bench.check()
+    assert bench.status()["ready_items"] == 1
+
+
+def test_damaged_head_of_a_lane_does_not_stop_the_broker(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1)
+    producer = bench.producer()
+    producer.submit([100] * 3, payload=b"x" * 100)
+    bench.settle()
+    bench.backing.seal()
+    bench.backing.close()
+    (path,) = (tmp_path / "segments").rglob("*.seg")
+    data = bytearray(path.read_bytes())
+    data[4096 + 8 * 4096 + 64 + 10] ^= 1
+    path.write_bytes(data)
+    bench.start_broker(99)
+    for _ in range(5):
+        bench.tick(1.0)
+    bench.check()
+    again(bench, producer)
+    run_all(bench, bench.worker())
+    assert producer.results == {1: [Status.QUARANTINED], 2: [Status.OK], 3: [Status.OK]}

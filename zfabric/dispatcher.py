@@ -55,7 +55,7 @@ REPLY_TEXT_MAX = 2_000
 # Leases that a producer or operator may say nothing; it loses nothing when it is gone.
 SILENT_LEASES = 1.5
 # What tells a peer that something is safe; it goes out when that is so.
-PROMISES = frozenset({Type.WELCOME, Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
+PROMISES = frozenset({Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
 
 class Parcel(NamedTuple):
@@ -100,8 +100,7 @@ class Dispatcher:
         self._upkeep: Iterator[int] = iter(())
         self._chores: deque[Iterator[None]] = deque()
         self._started_s: float | None = None
-        # the time of the latest tick, for chores that run across ticks
-        self._now = 0.0
+        self._now = 0.0  # of the latest tick, for chores that run across ticks
         self.draining_since: float | None = None
         # for status: what the broker measured of its own loop, and found in its directory
         self.gauges: dict[str, Any] = {}
@@ -189,7 +188,8 @@ class Dispatcher:
             answer = {"upto": producer.upto, "acked": producer.outbox.acked}
         self._epoch += 1
         self.peers[endpoint, routing_id] = fresh
-        self._send(fresh, Type.WELCOME, {**self._welcome(fresh), **answer})
+        # It tells a producer what is accepted; a full disk must not shut out the others.
+        self._send(fresh, Type.WELCOME, self._welcome(fresh) | answer, promise=bool(answer))
 
     def _welcome(self, peer: Peer) -> dict[str, Any]:
         return {

@@ -106,8 +106,10 @@ def host(factory: EngineFactory, channel: socket.socket, lifeline: Connection) -
 
 
 def _settle(channel: socket.socket, lifeline: Connection) -> None:
-    # Ctrl-C in a terminal reaches the whole group; the supervisor decides what it means.
+    # Ctrl-C and `kill %1` reach a whole group; the supervisor decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # stdout is data in every command: what an engine prints goes with the talk.
     with contextlib.suppress(OSError):

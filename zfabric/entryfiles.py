@@ -208,6 +208,13 @@ class SegmentFile:
         except StorageError as error:
             raise StorageError(f"{path}: entry {place}: {error}") from None
 
+    def head(self, place: int) -> Entry:
+        """What an entry says of itself; its payload is not read. Raises StorageError."""
+        offset = self.begin_of(place)
+        path, descriptor = self._opened()
+        block = self._backing.files.read(path, descriptor, ENTRY_HEADER_BYTES, offset)
+        return read_entry(self.header.nonce, offset, block)
+
     def entries(self) -> list[Entry]:
         """All of them, read from the file; payloads are not looked at."""
         path, descriptor = self._opened()

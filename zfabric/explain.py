@@ -141,11 +141,11 @@ def _healthy(status: Status) -> tuple[str, str, str]:
     if own <= HEALTHY_WASTE_MAX * status["padded_tokens"]:
         besides = ", besides what neighbours add to fill batches" if neighbour else ""
         rule = f"waste is at most {HEALTHY_WASTE_MAX:.0%}{besides}"
-    elif neighbour > own:
-        rule = "most padding is from neighbours, which join only where it costs less than it saves"
+    elif neighbour >= max(n for part, n in status["waste_tokens"].items() if part != "neighbour"):
+        rule = "neighbours lead, and they join only where it costs less than it saves"
     else:
         rule = (
-            "most padding is within the threshold, with lanes to spare (pressure under "
+            "padding within the threshold leads, with lanes to spare (pressure under "
             f"{HIGH_PRESSURE_MIN:.0%}): it is what the rules ask for"
         )
     return rule, advice, command

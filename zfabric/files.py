@@ -65,6 +65,15 @@ def encoded(name: str) -> str:
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
 
 
+def place_of(header: Header) -> Path:
+    """Where in a data directory the file with this header belongs."""
+    name = f"{header.nonce:016x}.seg"
+    if header.kind == RESULTS:
+        return Path(OUTBOX) / str(header.lane) / name
+    shape = Path(SEGMENTS) / encoded(header.model) / f"{header.signature:016x}"
+    return shape / str(header.lane) / name
+
+
 @dataclass(slots=True)
 class ResultFile:
     """Results of one producer, in sequence; `first_seq` is that of entry 0."""
@@ -131,11 +140,7 @@ class FileBacking:
 
     def path_of(self, header: Header) -> Path:
         """Where the file with this header belongs."""
-        name = f"{header.nonce:016x}.seg"
-        if header.kind == RESULTS:
-            return self.root / OUTBOX / str(header.lane) / name
-        shape = self.root / SEGMENTS / encoded(header.model) / f"{header.signature:016x}"
-        return shape / str(header.lane) / name
+        return self.root / place_of(header)
 
     def owe_tombstone(self, file: SegmentFile, place: int) -> None:
         """The item is completed; its result is written in this window."""

@@ -92,8 +92,8 @@ class Segment(Protocol):
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
 
-    def enqueued_s(self, entry: int) -> float:
-        """When an entry was appended, in seconds on the caller's clock."""
+    def enqueued_s(self, entry: int) -> float | None:
+        """When a live entry was appended, on the caller's clock; None where it cannot be read."""
 
     def tombstone(self, entry: int, *, dead: bool) -> int:
         """The entry is over (`dead`: given up); returns the bytes that its payload took."""
@@ -259,7 +259,7 @@ class MemorySegment:
             owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload
         )
 
-    def enqueued_s(self, entry: int) -> float:
+    def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
         return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
 

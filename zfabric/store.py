@@ -257,16 +257,18 @@ class Store:
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
-        """When the oldest ready item of `queue` was enqueued, or None when it is empty."""
+        """When the oldest ready item of `queue` was enqueued, or None when that is not known."""
         times = []
         if queue.returned:
             ref = queue.returned[0]
             times.append(self._slots[ref >> ENTRY_BITS].enqueued_s(ref & ENTRY_MASK))
         for segment in queue.segments:
-            if segment.cursor < segment.boundary:
-                times.append(segment.enqueued_s(segment.cursor))
+            # Behind a restart or a cancelling the cursor may stand on what is over.
+            first = segment.states.find(LIVE, segment.cursor, segment.boundary)
+            if first >= 0:
+                times.append(segment.enqueued_s(first))
                 break
-        return min(times, default=None)
+        return min((when for when in times if when is not None), default=None)
 
     def waiting_of(self, refs: Sequence[int], producer: int) -> list[int]:
         """Those of `refs` that are ready still and that `producer` submitted."""

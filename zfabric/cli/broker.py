@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zfabric import config as configuration
 from zfabric.cli import common
-from zfabric.errors import ConfigError
+from zfabric.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from zfabric.broker import Broker, Endpoints
@@ -71,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if args.rebuild_catalog and settings.data is None:
         raise ConfigError("--rebuild-catalog needs --data DIR")
     give_buffers_back()
-    broker = Broker(settings, rebuild_catalog=args.rebuild_catalog)
+    try:
+        broker = Broker(settings, rebuild_catalog=args.rebuild_catalog)
+    except StorageError as error:
+        # Nothing was done yet: the directory is not one that this broker can use.
+        raise ConfigError(str(error)) from error
     endpoints = broker.bind()
     with _watched(broker, endpoints.stats, settings) as metrics:
         return _serve(broker, endpoints, settings, metrics, json=args.json)

@@ -96,6 +96,7 @@ def status_text(status: Map) -> str:
             ("ready", "ready"),
             ("pending", "pending"),
             ("dead", "dead"),
+            ("quarantined", "quarantined"),
             ("residual", "residual"),
         )
     ]
@@ -156,6 +157,28 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
         "held",
         f"{size(held)} of {size(limit)}, oldest {duration(status['oldest_item_age_s'])}",
     )
+    yield from _storage(status)
+
+
+def _storage(status: Map) -> Iterable[tuple[str, str]]:
+    """What the store takes, why it takes nothing, and what was found at the start."""
+    storage, found = status["storage"], status["recovery"]
+    if storage["disk_bytes"] is not None:
+        limit = storage["disk_bytes_limit"]
+        room = f" of {size(limit)}" if limit is not None else ""
+        files = counted(storage["segment_files"], "segment file")
+        yield "disk", f"{size(storage['disk_bytes'])}{room}, {files}"
+    if storage["full"] is not None:
+        yield "FULL", f"nothing is taken: {common.clean(storage['full'])}"
+    if found is not None:
+        aside = found["damaged_records"] + found["quarantined_files"] + found["quarantined_items"]
+        text = f"{counted(found['entries'], 'record')} in {found['seconds']:.2f} s"
+        if aside:
+            text += (
+                f"; {counted(found['quarantined_items'], 'item')} and "
+                f"{counted(found['quarantined_files'], 'file')} set aside in quarantine/"
+            )
+        yield "recovery", text
 
 
 def jobs_text(jobs: Iterable[Map]) -> str:

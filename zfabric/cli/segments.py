@@ -132,38 +132,47 @@ def _files(directory: Path) -> Iterator[dict[str, Any]]:
                 row = _look(directory, path, holes)
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                row = {"error": error.strerror or str(error), "bytes": 0}
             yield {"file": str(path.relative_to(directory)), **row}
 
 
 def _look(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
     """One file. What a running broker is just writing is looked at again."""
-    row = _read(path.read_bytes(), holes)
+    row = _read(directory, path, holes)
     for _ in range(LOOKS_MAX):
         if not row.get("damage") and "error" not in row:
             break
         time.sleep(LOOK_AGAIN_S)
-        row = _read(path.read_bytes(), _catalog(directory)[1])
+        row = _read(directory, path, _catalog(directory)[1])
     return row
 
 
-def _read(data: bytes, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
+def _read(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
+    from zfabric.files import place_of
     from zfabric.pins import around
     from zfabric.segment import (
         HEADER_BYTES,
         Damage,
         decode_word,
+        pack_header,
         read_header,
         scan,
         words_of,
     )
 
+    data = path.read_bytes()
     try:
         header = read_header(data[:HEADER_BYTES])
     except StorageError as error:
         return {"error": str(error), "bytes": len(data)}
+    if directory / place_of(header) != path:
+        return {"error": "its header does not fit its path", "bytes": len(data)}
     words, _ = words_of(data[HEADER_BYTES : header.data_offset])
     entries = live = 0
-    damage = []
+    damage: list[dict[str, Any]] = []
+    if data[:HEADER_BYTES] != pack_header(header):
+        damage.append({"offset": 0, "reason": "a header copy is damaged", "number": None})
     ranges = around(holes.get(header.nonce, ()), header.data_offset)
     body = data[header.data_offset :]
     parts = [scan(header, body, start=start, stop=stop) for start, stop in ranges]
