@@ -262,6 +262,7 @@ def worker(fabric: Fabric, w: Worker, now: float) -> dict[str, Any]:
     hits, queries = w.stats.get("hits_tokens"), w.stats.get("queries_tokens")
     measured = isinstance(hits, int) and isinstance(queries, int)
     asked = w.predicted_queries_tokens if w.predicted_known else 0
+    said = w.stats.get("state")
     return {
         "name": w.name,
         "model": w.model,
@@ -292,7 +293,8 @@ def worker(fabric: Fabric, w: Worker, now: float) -> dict[str, Any]:
         "cache_hit_ratio_predicted": w.predicted_hits_tokens / asked if asked else None,
         "cache_hit_ratio_ideal": w.ideal_hits_tokens / asked if asked else None,
         "measured_by": w.stats.get("measured_by") if measured else None,
-        "state": w.stats.get("state"),
+        # What it said in its last heartbeat, which may have been between two batches.
+        "state": "running" if w.held and said == "idle" else said,
         "disconnects": w.disconnects,
         "last_disconnect": w.last_disconnect or None,
         "last_disconnect_age_s": None if w.last_disconnect_s is None else now - w.last_disconnect_s,
