@@ -208,12 +208,15 @@ class SegmentFile:
         except StorageError as error:
             raise StorageError(f"{path}: entry {place}: {error}") from None
 
-    def head(self, place: int) -> Entry:
-        """What an entry says of itself; its payload is not read. Raises StorageError."""
+    def head(self, place: int) -> Entry | None:
+        """What an entry says of itself, None where that is damaged; its payload is not read."""
         offset = self.begin_of(place)
         path, descriptor = self._opened()
         block = self._backing.files.read(path, descriptor, ENTRY_HEADER_BYTES, offset)
-        return read_entry(self.header.nonce, offset, block)
+        try:
+            return read_entry(self.header.nonce, offset, block)
+        except StorageError:
+            return None
 
     def entries(self) -> list[Entry]:
         """All of them, read from the file; payloads are not looked at."""

@@ -10,7 +10,6 @@ from array import array
 from typing import TYPE_CHECKING
 
 from zfabric.entryfiles import SegmentFile
-from zfabric.errors import StorageError
 from zfabric.pins import Hole
 from zfabric.segment import DEAD_WORD, Column
 from zfabric.segments import Append, Row
@@ -93,12 +92,9 @@ class FileSegment:
 
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
-        try:
-            when_us = self.file.head(entry).when_us
-        except StorageError:
-            # Whoever hands it out will say so; a look at its age is no reason to stop.
-            return None
-        return when_us / 1e6 - self._backing.wall_offset_s
+        head = self.file.head(entry)
+        # Whoever hands it out will find the damage; a look at its age is no reason to stop.
+        return None if head is None else head.when_us / 1e6 - self._backing.wall_offset_s
 
     def tombstone(self, entry: int, *, dead: bool) -> int:
         """See Segment; written when the result it speaks of is durable."""

@@ -37,6 +37,7 @@ from zfabric.osfiles import OsFiles
 from zfabric.protocol import NUMBER_MAX
 from zfabric.scanning import Scanned, scan_file
 from zfabric.segment import (
+    DEAD_WORD,
     HEADER_BYTES,
     ITEMS,
     RESULTS,
@@ -95,6 +96,8 @@ class _Recovery:
         # what is to be done once everything is judged, and its evidence before that
         self._evidence: list[tuple[Path, int, int]] = []
         self._changes: deque[Callable[[], None]] = deque()
+        # and once the catalog is written
+        self._words: deque[Callable[[], None]] = deque()
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -234,7 +237,9 @@ class _Recovery:
         for place, word in file.marks.items():
             words.setdefault(word, []).append(place)
         for word, places in words.items():
-            self._changes.append(partial(entries.write_tombstones, places, word))
+            # A word that says dead stands for a record, which must be on the device before it.
+            into = self._words if word == DEAD_WORD else self._changes
+            into.append(partial(entries.write_tombstones, places, word))
         if any(file.words[file.places :]) or any(file.attempts[file.places :]):
             self._changes.append(partial(self._clear_words, file))
         if file.header_damaged:
@@ -263,6 +268,9 @@ class _Recovery:
             self._changes[0]()
             self._changes.popleft()
         backing.rewrite_catalog(segment.header.nonce for segment in self.found.segments)
+        while self._words:
+            self._words[0]()
+            self._words.popleft()
 
     def _set_aside(self, path: Path, reason: str | None) -> None:
         """Plan to move a file to quarantine/; with a reason, it is reported."""
