@@ -487,10 +487,13 @@ class FakeClient:
             "acked_items": 0,
             "outbox_items": 0,
         }
-        self.models = []
+        self.models, self.workers, self.full = [], [], False
 
     def request(self, op, timeout=None):
-        return [self.job] if op == "producers.ls" else {"models": self.models}
+        if op == "producers.ls":
+            return [self.job]
+        storage = {"full": self.full}
+        return {"models": self.models, "workers": self.workers, "storage": storage}
 
 
 def watching(client, notices=None, **options):
@@ -508,6 +511,35 @@ def test_another_store_or_fewer_numbers_mean_that_the_work_is_gone():
     client.accepted_upto, client.welcome = 12, {"store": 2}
     with pytest.raises(Gone, match="another store"):
         watch.check(3.0, 3.0, {"m": 3}, settled=False)
+
+
+def test_what_keeps_everything_from_going_on_is_said_after_five_seconds():
+    client, notices = FakeClient(), []
+    client.models = [{"model": "m", "workers": 1, "paused": False}]
+    client.workers = [{"name": "w", "live": True, "state": "unreachable"}]
+    watch = watching(client, notices)
+    watch.check(4.0, 0.0, {"m": 3}, settled=False)
+    assert not notices
+    watch.check(5.0, 0.0, {"m": 3}, settled=False)
+    assert len(notices) == 1 and "w: see what the log" in notices[0]
+    client.workers[0]["state"], client.full = "running", True
+    watch.check(10.0, 9.0, {"m": 3}, settled=False)
+    assert len(notices) == 2 and "the disk of the broker is full" in notices[1]
+
+
+def test_the_reason_is_asked_of_whoever_sees_into_the_workers():
+    client, notices, asked = FakeClient(), [], []
+    client.models = [{"model": "m", "workers": 1, "paused": False}]
+
+    def why(quiet_s):
+        asked.append(quiet_s)
+        return "openai-0: HTTP 401"
+
+    watch = watching(client, notices, why=why)
+    watch.check(6.0, 3.0, {"m": 3}, settled=False)
+    watch.check(11.0, 3.0, {"m": 3}, settled=False)
+    assert asked == [8.0]
+    assert len(notices) == 1 and "openai-0: HTTP 401" in notices[0]
 
 
 def test_work_that_the_broker_does_not_have_is_gone_after_a_few_checks():

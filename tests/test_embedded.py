@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tests.fakeserver import error, faking
 from tests.running import (
     ids_of,
     lines_in,
@@ -21,6 +22,9 @@ from tests.running import (
     write_batch,
     zfabric,
 )
+from zfabric.cli import owned
+from zfabric.errors import ConfigError
+from zfabric_workers import engine_factory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 SLOW = ("--opt", "batch_us=200000", "--max-batch", "4")
@@ -158,6 +162,54 @@ def test_flags_that_cannot_be_used_end_it_before_anything_starts(flags, text, tm
     assert not (tmp_path / "out.jsonl").exists()
 
 
+UNUSABLE = {
+    "no key file": ((), "cannot read the API key"),
+    "empty key": ((b" \n",), "holds no API key"),
+    "binary key": ((b"\xff\xfe\x00",), "cannot read the API key"),
+    "two keys": ((b"key-one\nkey-two\n",), "no header can carry"),
+    "no host": ((b"key", "http://"), "names no server"),
+    "open bracket": ((b"key", "http://[::1"), "is no address"),
+    "port": ((b"key", "http://127.0.0.1:99999"), "is no address"),
+    "user and key": ((b"key", "http://ann:pa55@127.0.0.1"), "only one can be sent"),
+}
+
+
+@pytest.mark.parametrize(("given", "text"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_no_server_could_be_asked_with_is_refused_without_the_secret(given, text, tmp_path):
+    pytest.importorskip("aiohttp", reason="the extra zfabric[openai] is not installed")
+    key = tmp_path / "key"
+    if given:
+        key.write_bytes(given[0])
+    url = given[1] if len(given) > 1 else "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match=text) as caught:
+        engine_factory("openai", {"url": url, "api_key_file": str(key)})
+    assert not any(secret in str(caught.value) for secret in ("pa55", "key-one", "key-two"))
+
+
+@pytest.mark.parametrize("command", ["run-batch", "worker"])
+def test_an_empty_key_file_ends_it_at_once(command, tmp_path):
+    pytest.importorskip("aiohttp", reason="the extra zfabric[openai] is not installed")
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    (tmp_path / "key").touch()
+    flags = ("--engine", "openai", "--opt", "api_key_file=key", "--model", "m")
+    if command == "worker":
+        contract = ("--max-batch", "8", "--max-tokens", "8192", "--max-input", "1024")
+        done = zfabric("worker", *flags, *contract, cwd=tmp_path)
+    else:
+        done = run(tmp_path, *flags)
+    assert done.returncode == 2
+    assert "holds no API key" in done.stderr
+    assert not (tmp_path / "out.jsonl.fabric").exists()
+
+
+def test_packages_that_are_missing_are_named_at_once(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torch, .*pip install 'zfabric\[embed\]'"):
+        engine_factory("embed", {})
+    with pytest.raises(ConfigError, match=r"pip install 'zfabric\[openai\]'"):
+        engine_factory("openai", {})
+
+
 def test_an_output_with_rows_is_not_touched(tmp_path):
     write_batch(tmp_path / "in.jsonl", prompts(1))
     (tmp_path / "out.jsonl").write_text("{}\n")
@@ -166,6 +218,83 @@ def test_an_output_with_rows_is_not_touched(tmp_path):
     assert done.returncode == 2
     assert "--resume" in done.stderr
     assert (tmp_path / "out.jsonl.fabric").exists()
+
+
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume", None])
+def test_a_directory_that_zfabric_did_not_make_is_left_alone(flag, tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    (tmp_path / "out.jsonl.fabric").mkdir()
+    (tmp_path / "out.jsonl.fabric" / "thesis").write_text("years of work")
+    done = run(tmp_path, "--engine", "sim", *([flag] if flag else []))
+    assert done.returncode == 2
+    assert "zfabric did not make it" in done.stderr and "move it away" in done.stderr
+    assert [path.name for path in (tmp_path / "out.jsonl.fabric").iterdir()] == ["thesis"]
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out.jsonl.fabric").symlink_to("mine")
+    done = run(tmp_path, "--engine", "sim")
+    assert done.returncode == 2
+    assert (tmp_path / "mine").is_dir() and not list((tmp_path / "mine").iterdir())
+
+
+def test_a_second_run_on_the_same_output_is_refused_and_the_first_goes_on(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(40))
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
+    process = start_zfabric(*words, cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    for flag in ("--overwrite", "--resume"):
+        second = run(tmp_path, "--engine", "sim", flag)
+        assert second.returncode == 2
+        assert f"in use by another run (pid {process.pid})" in second.stderr
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(40))
+    assert not (tmp_path / "out.jsonl.fabric").exists()
+
+
+def test_two_that_begin_together_have_the_directory_one_after_the_other(tmp_path):
+    """Whoever is second is refused before it touches anything, and can have it afterwards."""
+    with owned.owning(tmp_path / "d"):
+        (tmp_path / "d" / "data").mkdir()
+        with pytest.raises(ConfigError, match=str(os.getpid())), owned.owning(tmp_path / "d"):
+            pass
+        assert (tmp_path / "d" / "data").is_dir()
+    with owned.owning(tmp_path / "d"):
+        owned.empty(tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_fifo_is_kept_in_memory_and_resume_runs_the_rest_again(tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(40))
+    words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
+    process = start_zfabric(*words, "--policy", "fifo", cwd=tmp_path)
+    until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    kill_everything(process)
+    assert not (tmp_path / "out.jsonl.fabric" / "data").exists()
+    done = run(tmp_path, "--engine", "sim", "--policy", "fifo", "--resume", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "in memory only" in done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["adopted"], summary["submitted"]) == (0, 40 - summary["resumed"])
+    assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(40))
+
+
+def test_a_server_that_refuses_the_key_is_told_of_after_a_few_seconds(tmp_path):
+    pytest.importorskip("aiohttp", reason="the extra zfabric[openai] is not installed")
+    write_batch(tmp_path / "in.jsonl", prompts(4))
+    (tmp_path / "key").write_text("sk-wrong-key")
+    with faking(lambda url, body: error(401, "sk-wrong-key is no key")) as server:
+        flags = ("--engine", "openai", "--url", server.url, "--opt", "api_key_file=key")
+        done = run(tmp_path, *flags, "--stall-timeout", "13")
+    assert done.returncode == 4
+    assert "the server refuses the API key: HTTP 401: [secret] is no key" in done.stderr
+    assert "--resume and another --url or key" in done.stderr
+    assert "sk-wrong-key" not in done.stderr
+    logs = b"".join(each.read_bytes() for each in tmp_path.glob("out.jsonl.fabric/*.log"))
+    assert b"HTTP 401" in logs and b"sk-wrong-key" not in logs
 
 
 def test_a_stop_says_how_to_go_on_with_all_that_was_told(tmp_path):

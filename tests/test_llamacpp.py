@@ -115,6 +115,8 @@ def test_options_that_cannot_be_used_are_refused(gguf, tmp_path):
         engine_factory("llamacpp", {"model_path": str(tmp_path / "none.gguf")})
     with pytest.raises(ConfigError, match="slots must be at most"):
         engine_factory("llamacpp", {"model_path": str(gguf), "slots": "65"})
+    with pytest.raises(ConfigError, match="port must be at most 65535"):
+        engine_factory("llamacpp", {"model_path": str(gguf), "port": "99999"})
 
 
 def test_a_file_that_is_no_model_fails_to_load_with_its_name(tmp_path):

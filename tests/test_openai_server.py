@@ -143,6 +143,18 @@ def test_429_without_credit_is_away_at_once(monkeypatch):
     assert "no money" in str(problem)
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_says_come_back_at_once_is_not_asked_for_ever(status, monkeypatch):
+    monkeypatch.setattr(httpdriver, "BUSY_S", 0.01)
+    monkeypatch.setattr(httpdriver, "AWAY_S", 0.01)
+    again = failing(reply({"error": {"message": "now"}}, status, Retry_After="0"))
+    with faking(again) as server, engine(server, backoff_s=0.0) as made:
+        _, problem = run(made, batch("bad"))
+    assert isinstance(problem, EngineUnreachable)
+    # 1, 2, 4 and 8 ms: then the bound is passed
+    assert len(server.asked) == 5
+
+
 REQUEST_FAULTS = {
     "bad request": (error(400, "temperature must be positive"), "bad_request"),
     "unprocessable": (error(422, "what?"), "bad_request"),
@@ -364,6 +376,32 @@ def test_the_key_comes_from_a_file_and_is_in_no_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no header can carry") as caught:
         OpenAIEngine(api_key_file=str(key)).load()
     assert "tö" not in str(caught.value)
+
+
+SECRET = "sk-very/secret+key-" + "x" * 40
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 404, 429, 500, 503])
+@pytest.mark.parametrize("spelled", ["message", "bare", "torn", "far"])
+def test_a_server_that_echoes_the_key_is_quoted_without_it(status, spelled, tmp_path, monkeypatch):
+    monkeypatch.setattr(httpdriver, "AWAY_S", 0.0)
+    monkeypatch.setattr(httpdriver, "BUSY_S", 0.0)
+    (tmp_path / "key").write_text(SECRET)
+    echo = {
+        "message": json.dumps({"error": {"message": f"header Bearer {SECRET}"}}),
+        "bare": f"<html>Authorization: Bearer {SECRET}</html>",
+        "torn": json.dumps({"said": SECRET}).replace("/", "\\/")[:-1],
+        # cut where the excerpt, or the message, ends
+        "far": json.dumps({"error": {"message": "." * 480 + SECRET}}),
+    }[spelled]
+    options = {"api_key_file": str(tmp_path / "key"), "tries": 1}
+    script = failing(Reply(status, echo.encode()))
+    with faking(script) as server, engine(server, **options) as made:
+        results, problem = run(made, batch("bad"))
+    assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
+    said = str(problem) + "".join(each.payload.decode() for each in results.values())
+    assert "secret" in said or spelled == "far"
+    assert "sk-very" not in said
 
 
 @pytest.mark.parametrize(

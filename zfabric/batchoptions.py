@@ -57,6 +57,8 @@ class Options:
     count: Count | None = None
     progress: Callable[[Progress], None] | None = None
     notice: Callable[[str], None] = log.warning
+    # why nothing was run in the last so many seconds, where somebody sees into the workers
+    why: Callable[[float], str | None] | None = None
     timeout_s: float = 10.0
     stall_timeout_s: float | None = None
     wait_for_workers: bool = True

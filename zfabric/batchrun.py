@@ -142,6 +142,7 @@ class _Run:
             self._options.notice,
             stall_timeout_s=self._options.stall_timeout_s,
             wait_for_workers=self._options.wait_for_workers,
+            why=self._options.why,
         )
         self._open: dict[int, OpenLine] = {}
         self._open_of: Counter[str] = Counter()

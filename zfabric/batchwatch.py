@@ -1,7 +1,8 @@
 """Watching a batch run: whether its work is still at the broker, and whether anybody does it.
 
 A run waits for rows that others make. `Watch` decides when waiting is in vain: the broker has
-another store or has forgotten the job (`Gone`: send it again), no worker serves a model (say so),
+another store or has forgotten the job (`Gone`: send it again), no worker serves a model, none can
+reach its server, or the broker's disk is full (say so, and what to do),
 nothing has come for as long as the caller would wait (TimeoutExpired). `Meter` says how fast rows
 come. Times are seconds on the monotonic clock, given by the caller.
 """
@@ -47,8 +48,10 @@ class Watch:
         *,
         stall_timeout_s: float | None,
         wait_for_workers: bool,
+        why: Callable[[float], str | None] | None = None,
     ) -> None:
         self._client = client
+        self._why = why
         self._notice = notice
         self._stall_timeout_s = stall_timeout_s
         self._wait_for_workers = wait_for_workers
@@ -56,7 +59,7 @@ class Watch:
         self._upto = client.accepted_upto
         self._due_s = now + CHECK_S
         self._models_due_s = now + NO_WORKER_S
-        self._connected_s = now
+        self._began_s = self._connected_s = now
         self._said: dict[str, float] = {}
         self._gone_checks = self._stuck_checks = 0
 
@@ -152,9 +155,33 @@ class Watch:
         for name in open_of:
             if name in rows and rows[name]["paused"]:
                 self._say(now, f"model {name!r} is paused; zfabric resume starts it again")
+        self._check_stuck(now, heard_s, status)
         idle = len(unserved) == len(open_of) and now - heard_s >= NO_WORKER_S
         if idle and not self._wait_for_workers:
             raise TimeoutExpired(f"no worker serves {', '.join(map(repr, unserved[:5]))}")
+
+    def _check_stuck(self, now: float, heard_s: float, status: Any) -> None:
+        """Say what keeps everything from going on, when nothing has come for a while."""
+        if status["storage"]["full"]:
+            self._say(
+                now,
+                "the disk of the broker is full: it takes nothing until there is room; free some "
+                "there (zfabric status shows how much it uses, and may)",
+            )
+        quiet_s = now - max(heard_s, self._began_s)
+        if quiet_s < NO_WORKER_S:
+            return
+        why = None if self._why is None else self._why(quiet_s)
+        states = {row["name"]: row["state"] for row in status["workers"] if row["live"]}
+        if why is None and states and set(states.values()) == {"unreachable"}:
+            why = f"{', '.join(sorted(states)[:5])}: see what the log of the worker says"
+        if why is not None:
+            self._say(
+                now,
+                f"nothing is run, the server of the engine cannot be used; still trying. {why}. "
+                "Set it right there, or end this run and go on with --resume and another --url or "
+                "key",
+            )
 
     def _say(self, now: float, text: str) -> None:
         """Say it, but not again for a while."""

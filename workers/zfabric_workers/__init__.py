@@ -12,8 +12,9 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -106,6 +107,18 @@ def check_options(engine: object) -> None:
             raise ConfigError(
                 f"engine option {each.name} must be at least {each.minimum:g}, not {value}"
             )
+
+
+def need_packages(engine: str, packages: Iterable[str], extra: str) -> None:
+    """Raise ConfigError, naming the extra, where a package of an engine is missing.
+
+    Only looks for them: importing them here would cost each command seconds.
+    """
+    missing = [each for each in packages if importlib.util.find_spec(each) is None]
+    if missing:
+        raise ConfigError(
+            f"the engine {engine} needs {', '.join(missing)}: pip install 'zfabric[{extra}]'"
+        )
 
 
 def engine_class(name: str) -> Any:

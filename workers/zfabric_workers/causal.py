@@ -19,7 +19,7 @@ from typing import Any
 
 from zfabric.engine import Batch, CacheStats, OutOfMemory, Result
 from zfabric.errors import ConfigError
-from zfabric_workers import check_options, option, parse_options
+from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.prefixkv import PREFIX_TOKENS_MIN, Prefix, PrefixStore, shared_tokens
 from zfabric_workers.textgen import Wanted, answer, read_wanted
 
@@ -61,6 +61,7 @@ class CausalEngine:
                 f"engine options device and dtype are one of {', '.join(DEVICES)} and "
                 f"{', '.join(DTYPES)}"
             )
+        need_packages("transformers", ("torch", "transformers"), "transformers")
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> CausalEngine:

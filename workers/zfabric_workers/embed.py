@@ -19,7 +19,7 @@ from typing import Any
 
 from zfabric.engine import Batch, OutOfMemory, Result
 from zfabric.errors import ConfigError
-from zfabric_workers import check_options, option, parse_options
+from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.requestlines import EMBEDDINGS, Call, bad_request, read_call
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -43,6 +43,7 @@ class EmbedEngine:
             raise ConfigError(f"engine option device must be one of {', '.join(DEVICES)}")
         if self.model_path and not Path(self.model_path).is_dir():
             raise ConfigError(f"there is no directory {self.model_path}")
+        need_packages("embed", ("torch", "sentence_transformers"), "embed")
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> EmbedEngine:

@@ -9,7 +9,8 @@ Decides what is tried again here, and for how long:
     hung    (no answer in `timeout_s`) never; the item's fault if the server answers others
 
 Items that have a result are passed on whatever happens to the others; after anything but a fault no
-more are sent. Times are seconds. Never logs a header or a body.
+more are sent. Times are seconds. Never logs a header or a body, and never says the key: a server
+that echoes what it was sent is quoted without it. A result is passed on as the server wrote it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from zfabric_workers.cachecounts import CacheCounts, Counters, read_metrics
 from zfabric_workers.flight import Flight
 from zfabric_workers.inflight import Limit
 from zfabric_workers.requestlines import Call, read_call
-from zfabric_workers.verdicts import Finished, Trouble, Verdict, judge
+from zfabric_workers.secrecy import hiding
+from zfabric_workers.verdicts import TEXT_CHARS_MAX, Finished, Trouble, Verdict, judge
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,7 +41,8 @@ CONNECT_S = 5.0
 PROBE_S = 5.0
 AWAY_S = 3.0
 BUSY_S = 300.0
-BACKOFF_MAX_S = 8.0
+# The wait doubles between these; one that begins at 0 would never grow, and nothing would end it.
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.001, 8.0
 # The largest answer that is read; a batch's results may hold no more than 1 GiB together.
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 READ_BYTES = 256 * 1024
@@ -68,6 +71,13 @@ class Manner:
         """The server's address without /v1."""
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
+    @property
+    def place(self) -> str:
+        """The same for people: without a user and a password."""
+        scheme, _, rest = self.base.partition("://")
+        authority, slash, path = rest.partition("/")
+        return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
 
 class Driver:
     """One server; owned by one thread, which is inside one of its methods or nowhere."""
@@ -83,6 +93,7 @@ class Driver:
         self._manner = manner
         self._limit = limit
         self._counts = counts
+        self._hide = hiding(manner.api_key, manner.url)
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
         self._warm: Shape | None = None
@@ -174,7 +185,8 @@ class Driver:
 
     async def _ask(self, call: Call, slot: int | None) -> Verdict:
         """One item to its end, with what is tried again."""
-        faults, waited_s, backoff_s, lost = 0, 0.0, self._manner.backoff_s, False
+        faults, waited_s, lost = 0, 0.0, False
+        backoff_s = max(self._manner.backoff_s, BACKOFF_MIN_S)
         while True:
             verdict = await self._post(call, slot)
             if isinstance(verdict, Finished) or verdict.kind == "memory":
@@ -192,7 +204,8 @@ class Driver:
                 return verdict
             if verdict.kind in ("busy", "away") and waited_s >= patience_s:
                 return Trouble("away", verdict.text)
-            pause_s = verdict.retry_after_s if verdict.retry_after_s is not None else backoff_s
+            # A server may ask for more patience, not for less: one that says 0 is asked for ever.
+            pause_s = max(verdict.retry_after_s or 0.0, backoff_s)
             await asyncio.sleep(pause_s)
             waited_s += pause_s
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
@@ -206,15 +219,19 @@ class Driver:
                 body = await _read(response, ANSWER_BYTES_MAX)
                 if body is None:
                     return Trouble("fault", f"an answer of over {ANSWER_BYTES_MAX} bytes")
-                return judge(call, response.status, body, response.headers.get("Retry-After"))
+                after = response.headers.get("Retry-After")
+                return judge(call, response.status, body, after, self._hide)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Trouble("away", f"{self._manner.base} cannot be reached: {error}")
+            text = self._hide(str(error))
+            return Trouble("away", f"{self._manner.place} cannot be reached: {text}")
         except TimeoutError:
             return Trouble("hung", f"no answer within {self._manner.timeout_s:g} s")
-        except aiohttp.InvalidURL as error:
-            return Trouble("away", f"{self._manner.base} is no address: {error}")
+        except aiohttp.InvalidURL:
+            return Trouble("away", f"{self._manner.place} is no address; look at --url")
         except (aiohttp.ClientError, OSError) as error:
-            return Trouble("lost", f"the connection broke: {type(error).__name__} {error}")
+            # Its text may quote what the server sent.
+            text = self._hide(f"{type(error).__name__} {error}")[:TEXT_CHARS_MAX]
+            return Trouble("lost", f"the connection broke: {text}")
 
     def _body_of(self, call: Call, slot: int | None) -> bytes:
         body = call.body

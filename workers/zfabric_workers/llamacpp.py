@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 
 from zfabric.engine import Batch, CacheStats, Result
 from zfabric.errors import ConfigError, FabricError
-from zfabric_workers import check_options, option, parse_options
+from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, disagreement
 from zfabric_workers.httpdriver import Driver, Manner
 from zfabric_workers.inflight import Limit
 from zfabric_workers.openai_server import read_api_key
 
 SLOTS_MAX = 64
+PORT_MAX = 65_535
 KEY_BYTES = 16
 POOLINGS = ("", "MEAN", "CLS", "LAST")
 
@@ -61,6 +62,11 @@ class LlamaCppEngine:
             raise ConfigError("engine option pooling must be mean, cls, last or empty")
         if self.slots > SLOTS_MAX:
             raise ConfigError(f"engine option slots must be at most {SLOTS_MAX}")
+        if self.port > PORT_MAX:
+            raise ConfigError(f"engine option port must be at most {PORT_MAX}, not {self.port}")
+        # Read once more in load(); what is wrong with it is said before anything starts.
+        read_api_key(self.api_key_file, "")
+        need_packages("llamacpp", ("xllamacpp", "aiohttp"), "llamacpp")
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> LlamaCppEngine:

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from zfabric.engine import Batch, CacheStats, Result
 from zfabric.errors import ConfigError
-from zfabric_workers import check_options, option, parse_options
+from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, Counters, disagreement
 from zfabric_workers.httpdriver import Driver, Manner
 from zfabric_workers.inflight import LIMIT_MAX, Limit
@@ -48,6 +49,7 @@ class OpenAIEngine:
     )
     metrics: bool = option(True, "compare with the counters at /metrics, where there are any")
 
+    _place: str = field(init=False, repr=False, default="")
     _driver: Driver = field(init=False, repr=False)
     _counts: CacheCounts = field(init=False, repr=False)
     _baseline: Counters | None = field(init=False, repr=False, default=None)
@@ -56,17 +58,39 @@ class OpenAIEngine:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine option url must begin with http:// or https://: {self.url}")
+        self._check_url()
         if self.concurrency > LIMIT_MAX:
             raise ConfigError(f"engine option concurrency must be at most {LIMIT_MAX}")
         if self.cached_tokens not in _REPORTED:
             raise ConfigError(f"engine option cached_tokens must be one of {', '.join(_REPORTED)}")
+        need_packages("openai", ("aiohttp",), "openai")
+        # Read once more in load(); what is wrong with it is said before anything starts.
+        key = read_api_key(self.api_key_file, self.api_key_env)
+        if key is not None and "@" in urlsplit(self.url).netloc:
+            raise ConfigError(
+                "engine option url holds a user, and there is an API key too: only one can be "
+                "sent. Take the user out of the address, or the key away (--opt api_key_env=)"
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> OpenAIEngine:
         """An engine from a command line's texts. Raises ConfigError."""
         return cls(**parse_options(cls, options))
+
+    def _check_url(self) -> None:
+        """Raises ConfigError, which never holds the address: a password may be in it."""
+        example = "give one like http://127.0.0.1:8000"
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine option url must begin with http:// or https://: {example}")
+        try:
+            parts = urlsplit(self.url)
+            named = bool(parts.hostname) and parts.port != 0
+        except ValueError as error:
+            raise ConfigError(f"engine option url is no address ({error}): {example}") from None
+        if not named:
+            raise ConfigError(f"engine option url names no server: {example}")
+        if parts.query or parts.fragment or not self.url.isprintable() or " " in self.url:
+            raise ConfigError(f"engine option url holds more than an address: {example}")
 
     def load(self) -> None:
         """Read the key, and see what can be learnt of the server. Raises ConfigError."""
@@ -78,6 +102,7 @@ class OpenAIEngine:
             api_key=read_api_key(self.api_key_file, self.api_key_env),
             served_model=self.served_model or None,
         )
+        self._place = manner.place
         limit = Limit(self.concurrency or None)
         self._counts = CacheCounts(reported=_REPORTED[self.cached_tokens])
         self._driver = Driver(manner, limit, self._counts)
@@ -110,7 +135,7 @@ class OpenAIEngine:
         text = None if now is None else disagreement(stats, now.since(self._baseline))
         if text is not None and not self._said:
             self._said = True
-            sys.stderr.write(f"zfabric: {self.url}: {text}\n")
+            sys.stderr.write(f"zfabric: {self._place}: {text}\n")
 
 
 def read_api_key(path: str, variable: str) -> str | None:
@@ -119,7 +144,7 @@ def read_api_key(path: str, variable: str) -> str | None:
     Raises ConfigError, which never holds the key.
     """
     if not path:
-        key = os.environ.get(variable, "").strip()
+        key = os.environ.get(variable, "").strip() if variable else ""
     else:
         try:
             key = Path(path).read_text(encoding="utf-8").strip()

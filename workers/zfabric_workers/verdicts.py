@@ -8,13 +8,15 @@
     401, 404 without JSON, 502-504   `away`: nothing is charged, the worker pauses
     "out of memory"                  `memory`
 
-Pure: bytes and numbers in, a verdict out. Counts are tokens, times seconds.
+Pure: bytes and numbers in, a verdict out. Counts are tokens, times seconds. A server may echo what
+it was sent: what is said of its answer passes `hide` before it is cut, for half a key is one too.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +25,9 @@ from zfabric_workers.requestlines import EMBEDDINGS, LIST_OF, Call
 
 TroubleKind: TypeAlias = Literal["busy", "fault", "away", "memory", "lost", "hung", "died"]
 TEXT_CHARS_MAX = 500
+EXCERPT_CHARS = 200
+# Looked through for an excerpt: much more than that, so that a key at its end is in there whole.
+EXCERPT_BYTES_MAX = 64 * 1024
 RETRY_AFTER_S_MAX = 120.0
 _TOO_LONG_CODES = (
     "context_length_exceeded",
@@ -66,15 +71,28 @@ class Trouble:
 
 
 Verdict: TypeAlias = Finished | Trouble
+# A text without what nobody may read.
+Hide: TypeAlias = Callable[[str], str]
 
 
-def judge(call: Call, status: int, body: bytes, retry_after: str | None = None) -> Verdict:
-    """What `status` and `body` mean for `call`."""
+def _as_it_is(text: str) -> str:
+    return text
+
+
+def judge(
+    call: Call,
+    status: int,
+    body: bytes,
+    retry_after: str | None = None,
+    hide: Hide = _as_it_is,
+) -> Verdict:
+    """What `status` and `body` mean for `call`. A good answer is passed on as it is."""
     value = _json(body)
     if 200 <= status < 300:
-        return _answer(call, value, body)
+        return _answer(call, value, body, hide)
     code, kind, message = _error(value)
-    text = f"HTTP {status}: {message or _excerpt(body)}"
+    told = hide(message)
+    text = f"HTTP {status}: {told[:TEXT_CHARS_MAX] or _excerpt(body, hide)}"
     if status == 429:
         if code in _NO_CREDIT_CODES:
             return Trouble("away", text)
@@ -88,7 +106,7 @@ def judge(call: Call, status: int, body: bytes, retry_after: str | None = None) 
     if status == 408 or not 400 <= status <= 501 or status == 500:
         return Trouble("fault", text)
     if code in _REFUSED_CODES or kind in _REFUSED_CODES:
-        return Finished(Result.failed("refused", message[:TEXT_CHARS_MAX]))
+        return Finished(Result.failed("refused", told[:TEXT_CHARS_MAX]))
     if status in (401, 403, 407):
         return Trouble("away", f"the server refuses the API key: {text}")
     if status in (404, 405) and not message:
@@ -98,13 +116,13 @@ def judge(call: Call, status: int, body: bytes, retry_after: str | None = None) 
     return Finished(Result.failed("bad_request", text[:TEXT_CHARS_MAX]))
 
 
-def _answer(call: Call, value: Any, body: bytes) -> Verdict:
+def _answer(call: Call, value: Any, body: bytes, hide: Hide) -> Verdict:
     wanted = LIST_OF[call.url]
     if not isinstance(value, dict):
-        return Trouble("fault", f"the answer is not a JSON object: {_excerpt(body)}")
+        return Trouble("fault", f"the answer is not a JSON object: {_excerpt(body, hide)}")
     answers = value.get(wanted)
     if not isinstance(answers, list):
-        return Trouble("fault", f"the answer has no list {wanted!r}: {_excerpt(body)}")
+        return Trouble("fault", f"the answer has no list {wanted!r}: {_excerpt(body, hide)}")
     if len(answers) != call.answers:
         return Trouble(
             "fault", f"the answer has {len(answers)} {wanted}, and {call.answers} were asked for"
@@ -152,9 +170,9 @@ def _error(value: Any) -> tuple[str, str, str]:
     return str(error.get("code") or ""), str(error.get("type") or ""), message
 
 
-def _excerpt(body: bytes) -> str:
-    text = " ".join(body[: 4 * TEXT_CHARS_MAX].decode("utf-8", "replace").split())
-    return repr(text[:200]) if text else "an empty body"
+def _excerpt(body: bytes, hide: Hide) -> str:
+    text = " ".join(hide(body[:EXCERPT_BYTES_MAX].decode("utf-8", "replace")).split())
+    return repr(text[:EXCERPT_CHARS]) if text else "an empty body"
 
 
 def _seconds(text: str | None) -> float | None:

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from zfabric.errors import ConfigError, TimeoutExpired
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
     from zfabric.batchwatch import Progress
+    from zfabric.cli.fabric import Watching
 
 # What a worker of its own may be told; its model is the file's, its name is made up.
 EMBEDDED_WORKER = ("engine", "max_batch", "max_tokens", "max_input", "ragged", "window")
@@ -126,12 +126,11 @@ def _run_embedded(args: argparse.Namespace, config: Config, lines: Lines) -> int
     with embedded.running(args, config, lines.notice) as own:
         client = dataclasses.replace(config.client, broker=own.address)
         try:
-            code = _run(args, dataclasses.replace(config, client=client), lines, own.watching.check)
+            code = _run(args, dataclasses.replace(config, client=client), lines, own.watching)
         except TimeoutExpired:
             own.watching.explain()
             raise
-    if code in (0, 1) and not args.incomplete:
-        embedded.forget(Path(args.output))
+        own.done = code in (0, 1) and not args.incomplete
     return code
 
 
@@ -139,13 +138,13 @@ def _run(
     args: argparse.Namespace,
     config: Config,
     lines: Lines,
-    check: Callable[[], None] | None = None,
+    watching: Watching | None = None,
 ) -> int:
     from zfabric.batchrun import run_batch
 
     def progress(now: Progress) -> None:
-        if check is not None:
-            check()
+        if watching is not None:
+            watching.check()
         lines.progress(now)
 
     settings = config.client
@@ -160,7 +159,8 @@ def _run(
         "force": args.force,
         "model": args.model,
         "stall_timeout_s": args.stall_timeout,
-        "wait_for_workers": not args.no_wait_for_workers and check is None,
+        "wait_for_workers": not args.no_wait_for_workers and watching is None,
+        "why": None if watching is None else watching.why,
         "progress": progress,
         "notice": lines.notice,
     }

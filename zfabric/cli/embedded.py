@@ -1,22 +1,22 @@
 """A batch file with a broker of its own: started for it, and gone with it when it is done.
 
 Decides where the broker's data is (beside the output, so that a run that was killed goes on where
-it was), which model its workers serve, and when the data is of no more use: when every line has its
-row. An earlier broker on the same data is waited for; it is ending. Times are seconds.
+it was; in memory for fifo, which is kept nowhere else), which model its workers serve, and when the
+data is of no more use: when every line has its row. An earlier broker on the same data is waited
+for; it is ending. Times are seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from zfabric.cli import common, fabric
+from zfabric.cli import common, fabric, owned
 from zfabric.cli.children import Children
 from zfabric.config import KEYS, Config
 from zfabric.errors import ConfigError, TimeoutExpired
@@ -28,12 +28,16 @@ POLL_S = 0.1
 BROKER_NAMES = ("policy", "packing", "lanes", "max_wait_s", "durability")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Embedded:
-    """The broker of this run: its address, and who looks after it and its workers."""
+    """The broker of this run: its address, and who looks after it and its workers.
+
+    Whoever uses it sets `done` when every line has its row: nothing is kept then.
+    """
 
     address: str
     watching: fabric.Watching
+    done: bool = False
 
 
 @contextmanager
@@ -47,23 +51,39 @@ def running(
     options = fabric.engine_options(args, engine, args.workers)
     contract = fabric.contract_flags(engine, config.worker)
     model = args.model or first_model(Path(args.input))
-    directory = fabric.directory_of(output)
-    _prepare(directory, output, keep=args.resume or args.retry_failed, overwrite=args.overwrite)
-    storage = ["--data", str(directory / "data")]
-    with Children(directory) as children:
-        address = fabric.start_broker(children, storage, _broker_flags(config))
-        names = fabric.start_workers(
-            children, address, engine, model, args.workers, contract, options
-        )
-        fabric.await_workers(children, address, names, lambda row: row["live"])
-        many = common.counted(len(names), "worker")
-        notice(f"a broker of its own at {address}, {many} with engine {engine}")
-        yield Embedded(address, fabric.Watching(children, names, notice))
+    directory, keep = fabric.directory_of(output), args.resume or args.retry_failed
+    _check_output(output, keep=keep or args.overwrite)
+    with owned.owning(directory):
+        # Once more: another run may have written it until the directory was ours.
+        _check_output(output, keep=keep or args.overwrite)
+        _await_earlier(directory / "data")
+        if not keep:
+            owned.empty(directory)
+        with Children(directory) as children:
+            address = fabric.start_broker(
+                children, _storage(config, directory, notice), _broker_flags(config)
+            )
+            names = fabric.start_workers(
+                children, address, engine, model, args.workers, contract, options
+            )
+            fabric.await_workers(children, address, names, lambda row: row["live"])
+            many = common.counted(len(names), "worker")
+            notice(f"a broker of its own at {address}, {many} with engine {engine}")
+            own = Embedded(address, fabric.Watching(children, names, notice, directory))
+            yield own
+        if own.done:
+            owned.empty(directory)
 
 
-def forget(output: Path) -> None:
-    """Every line has its row: what the broker kept is of no more use."""
-    shutil.rmtree(fabric.directory_of(output), ignore_errors=True)
+def _storage(config: Config, directory: Path, notice: Callable[[str], None]) -> list[str]:
+    """Where the broker keeps what it has taken, as its flags."""
+    if config.broker.policy != "fifo":
+        return ["--data", str(directory / "data")]
+    notice(
+        "policy fifo keeps its items in memory only: after a stop, --resume runs every line again "
+        "that had no row"
+    )
+    return ["--memory"]
 
 
 def first_model(source: Path) -> str:
@@ -80,19 +100,12 @@ def first_model(source: Path) -> str:
     raise ConfigError(f"no line of {source} can be run, or names a model; see --dry-run")
 
 
-def _prepare(directory: Path, output: Path, *, keep: bool, overwrite: bool) -> None:
-    """The directory as this run needs it; a fresh run inherits nothing."""
-    if not keep and not overwrite and output.exists() and output.stat().st_size:
+def _check_output(output: Path, *, keep: bool) -> None:
+    """Raises ConfigError for an output with rows, unless it is told what becomes of them."""
+    if not keep and output.exists() and output.stat().st_size:
         raise ConfigError(
             f"{output} is not empty: continue it with --resume, or start again with --overwrite"
         )
-    _await_earlier(directory / "data")
-    if not keep and directory.exists():
-        shutil.rmtree(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {directory}: {error.strerror}") from None
 
 
 def _await_earlier(data: Path) -> None:

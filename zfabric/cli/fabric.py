@@ -7,6 +7,7 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ START_S = 30.0
 # A worker that has left its broker is gone, and has said why, after this.
 EXIT_S = 2.0
 POLL_S = 0.05
+# What a worker's log says when the server of its engine was not there, or wanted nothing of it.
+UNREACHABLE = "a batch failed: unreachable: "
+# The end of a log in which that is looked for; an entry is 2 KiB at most, with a place after it.
+LOG_BYTES = 16 * 1024
 # A contract where the user gives none: batches of 32, and room for long few-shot prompts.
 MAX_BATCH, MAX_TOKENS, MAX_INPUT = 32, 65_536, 8_192
 
@@ -110,9 +115,14 @@ class Watching:
     """Looks after the children of a run: it goes on while the broker and one worker live."""
 
     def __init__(
-        self, children: Children, workers: Sequence[str], notice: Callable[[str], None]
+        self,
+        children: Children,
+        workers: Sequence[str],
+        notice: Callable[[str], None],
+        directory: Path,
     ) -> None:
         self._children = children
+        self._directory = directory
         self._workers = set(workers)
         self._notice = notice
 
@@ -126,6 +136,23 @@ class Watching:
             if not self._workers:
                 raise FabricError(f"no worker is left; {text}")
             self._notice(text)
+
+    def why(self, quiet_s: float) -> str | None:
+        """Why no batch has been run for `quiet_s`, as the workers' logs say it; None: they do not.
+
+        What a log said before that has been overcome.
+        """
+        for name in sorted(self._workers):
+            path = self._directory / f"{name}.log"
+            with contextlib.suppress(OSError), path.open("rb") as log:
+                if time.time() - path.stat().st_mtime > quiet_s:
+                    continue
+                log.seek(max(0, path.stat().st_size - LOG_BYTES))
+                _, found, said = log.read().decode("utf-8", "replace").rpartition(UNREACHABLE)
+                if found:
+                    # The exception, without its class and the place where it was raised.
+                    return f"{name}: {said.splitlines()[0].partition('EngineUnreachable: ')[2]}"
+        return None
 
     def explain(self) -> None:
         """Raises FabricError if what a run waits for in vain is a worker that is just ending."""
