@@ -33,6 +33,8 @@ MESSAGE = 1_024
 # items that fill an allocator's pools before anything is measured
 ROUND = 128 * MESSAGE
 ITEMS_MAX = 10**8
+# Messages that were on their way are gone after this long.
+SETTLE_S = 3.0
 LIMITS: dict[str, Any] = {"max_items": ITEMS_MAX, "producer_items_max": ITEMS_MAX}
 PEER = b"bench"
 
@@ -152,7 +154,8 @@ class _Process:
             time.sleep(0.1)
 
     def rss_bytes(self) -> int:
-        """What the broker's process has in memory."""
+        """What the broker's process has in memory, once it is at rest."""
+        time.sleep(SETTLE_S)
         pages = Path(f"/proc/{self.broker.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
