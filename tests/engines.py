@@ -8,6 +8,7 @@ import signal
 import sys
 
 from zfabric.engine import Batch, CacheStats, EngineUnreachable, OutOfMemory, Result
+from zfabric.errors import ConfigError
 from zfabric.shapes import Shape
 
 
@@ -129,6 +130,13 @@ class UnloadableEngine(EchoEngine):
 
     def load(self):
         raise FileNotFoundError("no such model")
+
+
+class UnsuitableEngine(EchoEngine):
+    """Finds out in load() that it cannot work as it was told to."""
+
+    def load(self):
+        raise ConfigError("there is no CUDA device here; use --opt device=cpu")
 
 
 class StubbornEngine(EchoEngine):

@@ -41,7 +41,7 @@ from zfabric.engine import (
     OutOfMemory,
     Result,
 )
-from zfabric.errors import FabricError
+from zfabric.errors import ConfigError, FabricError
 from zfabric.shapes import Shape
 
 # Payloads of all results in one message; a run that returns more is an engine error.
@@ -56,7 +56,7 @@ TEXT_BYTES_MAX = 4096
 EXIT_ORPHANED = 113
 EXIT_LOAD_FAILED = 1
 
-FailureKind: TypeAlias = Literal["out_of_memory", "unreachable", "error"]
+FailureKind: TypeAlias = Literal["out_of_memory", "unreachable", "config", "error"]
 
 
 def unpacker() -> msgpack.Unpacker:
@@ -91,6 +91,9 @@ def host(factory: EngineFactory, channel: socket.socket, lifeline: Connection) -
     try:
         engine = factory()
         engine.load()
+    except ConfigError as error:
+        send("failed", None, "config", str(error)[:TEXT_BYTES_MAX])
+        sys.exit(EXIT_LOAD_FAILED)
     except Exception as error:  # noqa: BLE001 - an engine may raise anything; it is reported
         send("failed", None, _kind_of(error), _text_of(error))
         sys.exit(EXIT_LOAD_FAILED)

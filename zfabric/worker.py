@@ -60,12 +60,6 @@ LEAVE_S = 10.0
 # Time for an engine to close by itself.
 ENGINE_CLOSE_S = 5.0
 
-RETURN_KIND = {
-    "out_of_memory": "out_of_memory",
-    "error": "engine_error",
-    "unreachable": "unreachable",
-}
-
 _log = logging.getLogger(__name__)
 
 
@@ -461,10 +455,14 @@ class Worker:
 
     def _on_failed(self, failed: Failed, now: float) -> None:
         if failed.batch_id is None:
+            if failed.kind == "config":
+                # Another load would find the same.
+                raise ConfigError(f"the engine of {self.name} cannot be loaded: {failed.text}")
             self._load_error = failed.text
             return
         _log.warning("%s: a batch failed: %s: %s", self.name, failed.kind, failed.text)
-        self._session.give_back(failed.batch_id, RETURN_KIND[failed.kind], failed.text)
+        kind = "engine_error" if failed.kind == "error" else failed.kind
+        self._session.give_back(failed.batch_id, kind, failed.text)
         if failed.kind == "unreachable":
             self._resume_at = now + self._pauses.take()
 
