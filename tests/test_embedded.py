@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_load_ends_the_run_with_its_reason(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF, or so it says")
     done = run(tmp_path, "--engine", "llamacpp", "--model-path", "bad.gguf")
     assert done.returncode == 1
-    assert "llama.cpp cannot load bad.gguf" in done.stderr
+    assert "bad.gguf is damaged" in done.stderr
     assert not read_rows(tmp_path / "out.jsonl")
 
 

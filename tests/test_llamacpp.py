@@ -29,7 +29,7 @@ from tests.running import (
 from zfabric.batchrun import run_batch
 from zfabric.cli.prompts import write_batch_file
 from zfabric.engine import Batch, Result
-from zfabric.errors import ConfigError, FabricError
+from zfabric.errors import ConfigError
 from zfabric.shapes import Contract, Shape
 from zfabric_workers import engine_factory
 from zfabric_workers.llamacpp import LlamaCppEngine
@@ -119,11 +119,45 @@ def test_options_that_cannot_be_used_are_refused(gguf, tmp_path):
         engine_factory("llamacpp", {"model_path": str(gguf), "port": "99999"})
 
 
-def test_a_file_that_is_no_model_fails_to_load_with_its_name(tmp_path):
+def test_a_file_that_is_no_gguf_is_refused_before_anything_starts(tmp_path):
     bad = tmp_path / "bad.gguf"
-    bad.write_bytes(b"GGUF but not really" * 100)
-    with pytest.raises(FabricError, match=re.escape(str(bad))):
+    for content in (b"", b"GG", b"{}", b"\0" * 1_000):
+        bad.write_bytes(content)
+        with pytest.raises(ConfigError, match=re.escape(f"{bad} is no GGUF file")):
+            engine_factory("llamacpp", {"model_path": str(bad)})
+
+
+DAMAGE = {
+    "header alone": lambda whole: whole[:30],
+    "a version of nobody": lambda whole: whole[:4] + b"\xff" * 4 + whole[8:],
+    "nonsense in the header": lambda whole: whole[:200] + b"\xff" * 60 + whole[260:],
+    "half of it": lambda whole: whole[: len(whole) // 2],
+    "without its end": lambda whole: whole[:-1_000],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named_and_not_tried_again(damage, gguf, tmp_path):
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(damage(gguf.read_bytes()))
+    with pytest.raises(ConfigError, match=re.escape(f"{bad} is damaged")):
         LlamaCppEngine(model_path=str(bad)).load()
+
+
+def test_a_port_that_is_taken_is_named(gguf):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} cannot be had .*in use"):
+            LlamaCppEngine(model_path=str(gguf), port=port).load()
+
+
+def test_an_answer_without_max_tokens_ends(gguf):
+    with loaded(gguf, answer_tokens=7) as engine:
+        results = dict(engine.run(batch(request("a", "one"), request("b", "two", max_tokens=9))))
+    made = [json.loads(result.payload)["usage"]["completion_tokens"] for result in results.values()]
+    assert made == [7, 9]
 
 
 # -- 720 prompts, two servers ------------------------------------------------------------------
