@@ -21,7 +21,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zfabric.batchfile import BadLine, BatchOutput, InputIdentity, Request
+from zfabric.batchfile import BadLine, BatchOutput, Request, check_paths
 from zfabric.batchoptions import Options, Summary
 from zfabric.batchrows import OpenLine, drop_failures, too_long_body, usage_of, write_retried
 from zfabric.batchsource import Lengths, Source
@@ -79,7 +79,8 @@ def run_batch(
     """
     chosen = Options(**options)
     source_path, output_path = Path(source), Path(output)
-    InputIdentity.of(source_path)
+    errors_path = None if errors is None else Path(errors)
+    check_paths(source_path, output_path, errors_path)
     if chosen.model is not None:
         check_name(chosen.model, "model name")
     # Before anything is overwritten: is there a broker at all?
@@ -88,7 +89,7 @@ def run_batch(
     with BatchOutput.open(
         output_path,
         input_path=source_path,
-        errors=None if errors is None else Path(errors),
+        errors=errors_path,
         resume=resume,
         overwrite=overwrite,
         retry_failed=retry_failed,

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,12 @@ def run(args: argparse.Namespace) -> int:
         return run_dry(args, config)
     if args.output is None:
         raise ConfigError("say where the results go: -o/--output FILE (or --dry-run)")
+    from zfabric.batchfile import check_paths
+
+    # Before a broker of its own is started, which takes seconds and leaves a directory.
+    errors = None if args.errors is None else Path(args.errors)
+    check_paths(Path(args.input), Path(args.output), errors)
+    args.count = load_count(args.tokenizer)
     if args.worker_engine is None:
         return _run(args, config, reporter(quiet=args.quiet))
     if args.client_broker is not None:
@@ -151,7 +158,7 @@ def _run(
     options: dict[str, Any] = {
         "broker": settings.broker,
         "timeout_s": settings.timeout_s,
-        "count": load_count(args.tokenizer),
+        "count": args.count,
         "errors": args.errors,
         "resume": args.resume,
         "overwrite": args.overwrite,

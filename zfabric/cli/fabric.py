@@ -16,12 +16,14 @@ from typing import Any
 
 from zfabric.cli.children import Children
 from zfabric.config import WorkerConfig
-from zfabric.errors import FabricError, TimeoutExpired
+from zfabric.errors import ConfigError, FabricError, TimeoutExpired
 
 START_S = 30.0
 # A worker that has left its broker is gone, and has said why, after this.
 EXIT_S = 2.0
 POLL_S = 0.05
+# A child that ended with this was told something that it cannot use.
+EXIT_USAGE = 2
 # What a worker's log says when the server of its engine was not there, or wanted nothing of it.
 UNREACHABLE = "a batch failed: unreachable: "
 # The end of a log in which that is looked for; an entry is 2 KiB at most, with a place after it.
@@ -134,7 +136,8 @@ class Watching:
                 raise FabricError(text)
             self._workers.discard(name)
             if not self._workers:
-                raise FabricError(f"no worker is left; {text}")
+                wrong = ConfigError if code == EXIT_USAGE else FabricError
+                raise wrong(f"no worker is left; {text}")
             self._notice(text)
 
     def why(self, quiet_s: float) -> str | None:
