@@ -251,6 +251,7 @@ class _Run:
             model=self._options.model,
             line_bytes_max=self._client.payload_bytes_max,
             count=self._options.count,
+            directory=self._output_path.resolve().parent,
         )
         for row in source.rows():
             self._read_upto = row.line_number
