@@ -64,6 +64,8 @@ def open_backing(
     lock = files.lock(root / LOCK)
     backing: FileBacking | None = None
     try:
+        for part in (SEGMENTS, OUTBOX, QUARANTINE):
+            files.check_directory(root / part)
         # What a killed broker wrote may rest in memory only; nothing is concluded from that.
         files.sync_all()
         recovery = _Recovery(root, files, rebuild=rebuild)

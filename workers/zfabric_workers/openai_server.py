@@ -35,6 +35,9 @@ class OpenAIEngine:
 
     # It batches raggedly: equal lengths buy nothing, the order of prefixes does.
     pads: ClassVar[bool] = False
+    # Items and tokens of a batch where nobody says otherwise: several times the requests that are
+    # in flight, since places stay empty while the last items of a batch are under way.
+    suits: ClassVar[tuple[int, int]] = (256, 262_144)
 
     url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
     served_model: str = option("", "model name that the server knows, if it is another one")

@@ -17,6 +17,7 @@ from typing import Any
 from zfabric.cli.children import Children
 from zfabric.config import WorkerConfig
 from zfabric.errors import ConfigError, FabricError, TimeoutExpired
+from zfabric.shapes import Contract
 
 START_S = 30.0
 # A worker that has left its broker is gone, and has said why, after this.
@@ -32,16 +33,27 @@ LOG_BYTES = 16 * 1024
 MAX_BATCH, MAX_TOKENS, MAX_INPUT = 32, 65_536, 8_192
 
 
-def contract_flags(engine: str, given: WorkerConfig) -> list[str]:
-    """The contract as flags of a worker: what was given, else what suits most."""
+def contract_of(engine: str | None, given: WorkerConfig) -> Contract:
+    """What was given, else what suits the engine, else what suits most. Raises ConfigError."""
     from zfabric_workers import engine_class
 
-    words = ["--max-batch", str(given.max_batch or MAX_BATCH)]
-    words += ["--max-tokens", str(given.max_tokens or MAX_TOKENS)]
-    words += ["--max-input", str(given.max_input or MAX_INPUT)]
-    words += ["--window", str(given.window)]
-    pads = getattr(engine_class(engine), "pads", True)
-    return [*words, "--ragged" if given.ragged or not pads else "--no-ragged"]
+    known = None if engine is None else engine_class(engine)
+    items, tokens = getattr(known, "suits", (MAX_BATCH, MAX_TOKENS))
+    return Contract(
+        given.max_batch or items,
+        given.max_tokens or tokens,
+        given.max_input or MAX_INPUT,
+        ragged=bool(given.ragged) or not getattr(known, "pads", True),
+    )
+
+
+def contract_flags(engine: str, given: WorkerConfig) -> list[str]:
+    """The same as flags of a worker."""
+    contract = contract_of(engine, given)
+    words = ["--max-batch", str(contract.batch_items_max)]
+    words += ["--max-tokens", str(contract.batch_tokens_max)]
+    words += ["--max-input", str(contract.input_tokens_max), "--window", str(given.window)]
+    return [*words, "--ragged" if contract.ragged else "--no-ragged"]
 
 
 def engine_options(args: argparse.Namespace, engine: str, workers: int) -> dict[str, str]:
