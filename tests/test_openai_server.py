@@ -466,6 +466,28 @@ def test_through_a_broker_a_faulty_answer_loses_nothing(bad, tmp_path):
 
 
 @pytest.mark.e2e
+def test_through_a_broker_an_item_that_hangs_holds_nobody_else_and_is_dead_in_the_end(tmp_path):
+    rows = [request(f"good-{k}") for k in range(12)] + [request("bad-1", "bad")]
+    script = failing(Reply(then="hang"))
+    results, failures, status = through_a_broker(tmp_path, script, rows, timeout_s=0.3)
+    assert sorted(results) == sorted(f"good-{k}" for k in range(12))
+    assert failures["bad-1"]["error"]["code"] == "dead"
+    assert "no answer within 0.3 s" in failures["bad-1"]["error"]["message"]
+    assert status["residual_items"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("status_code", [429, 503])
+def test_through_a_broker_a_busy_server_is_waited_for_and_charges_nobody(status_code, tmp_path):
+    busy = failing(error(status_code, "slow down"), on="hello", times=10)
+    rows = [request(f"q-{k}", f"hello {k}") for k in range(40)]
+    results, failures, status = through_a_broker(tmp_path, busy, rows, concurrency=8)
+    assert len(results) == 40
+    assert not failures
+    assert (status["residual_items"], status["dead_items"]) == (0, 0)
+
+
+@pytest.mark.e2e
 def test_through_a_broker_a_server_that_dies_and_comes_back_loses_nothing(tmp_path):
     """It dies in the middle of an item, refuses connections for a while, and starts again."""
     died = threading.Event()
