@@ -6,8 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
-from zfabric.engine import Batch, CacheStats, EngineUnreachable, OutOfMemory, Result
+from zfabric.engine import ROOM, Batch, CacheStats, EngineUnreachable, OutOfMemory, Result
 from zfabric.errors import ConfigError
 from zfabric.shapes import Shape
 
@@ -123,6 +124,25 @@ class ObeyingEngine(EchoEngine):
         """One partial result, then a hang."""
         yield len(batch) - 1, Result.ok(b"early")
         hold_interpreter(float(hold_s))
+
+
+class OverlappingEngine(EchoEngine):
+    """Leaves room for another batch at once; `wait` ends when `go` has come in a later one."""
+
+    def __init__(self):
+        self.gone = threading.Event()
+
+    def run(self, batch):
+        if batch.payloads[0] == b"go":
+            self.gone.set()
+        elif batch.payloads[0] == b"wait":
+            yield ROOM
+            assert self.gone.wait(30)
+        elif batch.payloads[0] == b"rooms":
+            yield ROOM
+            yield ROOM
+        for index, payload in enumerate(batch.payloads):
+            yield index, Result.ok(payload.upper())
 
 
 class UnloadableEngine(EchoEngine):

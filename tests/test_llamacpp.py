@@ -29,7 +29,7 @@ from tests.running import (
 )
 from zfabric.batchrun import run_batch
 from zfabric.cli.prompts import write_batch_file
-from zfabric.engine import Batch, Result
+from zfabric.engine import ROOM, Batch, Result
 from zfabric.errors import ConfigError
 from zfabric.shapes import Contract, Shape
 from zfabric_workers import engine_factory
@@ -50,6 +50,11 @@ def batch(*lines):
     shape = Shape.of("m", "prefix")
     payloads = tuple(json.dumps(line).encode() for line in lines)
     return Batch("m", None, (10,) * len(lines), payloads, (shape,), (0,) * len(lines))
+
+
+def ran(engine, given):
+    """Results by index."""
+    return dict(pair for pair in engine.run(given) if pair is not ROOM)
 
 
 @contextlib.contextmanager
@@ -79,7 +84,7 @@ def test_each_request_has_an_openai_answer_or_its_own_failure(gguf):
         request("many", "x", n=3, max_tokens=1),
     ]
     with loaded(gguf) as engine:
-        results = dict(engine.run(batch(*lines)))
+        results = ran(engine, batch(*lines))
         stats = engine.cache_stats()
     chat = ChatCompletion.model_validate_json(results[0].payload)
     assert chat.usage.completion_tokens == 3
@@ -92,7 +97,7 @@ def test_each_request_has_an_openai_answer_or_its_own_failure(gguf):
 
 def test_embeddings_are_served_when_asked_for(gguf):
     with loaded(gguf, embeddings=True, pooling="mean") as engine:
-        results = dict(engine.run(batch(request("e", ["a", "b c"], url=EMBEDDINGS))))
+        results = ran(engine, batch(request("e", ["a", "b c"], url=EMBEDDINGS)))
         assert engine.cache_stats() is None
     assert len(CreateEmbeddingResponse.model_validate_json(results[0].payload).data) == 2
 
@@ -100,9 +105,9 @@ def test_embeddings_are_served_when_asked_for(gguf):
 def test_a_prompt_that_repeats_a_prefix_is_cached_but_for_its_end(gguf):
     system = "few shot " * 60
     with loaded(gguf) as engine:
-        before = dict(engine.run(batch(request("a", "x", system=system, max_tokens=1))))
+        before = ran(engine, batch(request("a", "x", system=system, max_tokens=1)))
         first = engine.cache_stats()
-        dict(engine.run(batch(request("b", "y", system=system, max_tokens=1))))
+        ran(engine, batch(request("b", "y", system=system, max_tokens=1)))
         second = engine.cache_stats()
     assert before
     asked = second.queries_tokens - first.queries_tokens
@@ -156,7 +161,7 @@ def test_a_port_that_is_taken_is_named(gguf):
 
 def test_an_answer_without_max_tokens_ends(gguf):
     with loaded(gguf, answer_tokens=7) as engine:
-        results = dict(engine.run(batch(request("a", "one"), request("b", "two", max_tokens=9))))
+        results = ran(engine, batch(request("a", "one"), request("b", "two", max_tokens=9)))
     made = [json.loads(result.payload)["usage"]["completion_tokens"] for result in results.values()]
     assert made == [7, 9]
 

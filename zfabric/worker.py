@@ -8,8 +8,9 @@ the conversation is in `worker_session`, the process itself in `engine_child`. D
 an engine's failure means for the batch it had, when a new engine is started, and how a worker
 leaves. An engine that blocks, dies or holds the interpreter never delays this loop.
 
-One batch runs in the engine, the others that the window allows are ready in memory. The workers'
-port is asked of the broker before every connection, since it may change. Times are seconds.
+One batch runs in the engine, or more where the engine says that it has room beside it; the others
+that the window allows are ready in memory. The workers' port is asked of the broker before every
+connection, since it may change. Times are seconds.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class Worker:
             return "loading"
         if self._resume_at is not None:
             return "unreachable"
-        return "running" if self._child.batch_id is not None else "idle"
+        return "running" if self._child.busy else "idle"
 
     def stop(self, drain: bool = True) -> None:
         """Ask for the end; safe from any thread and from a signal handler, and it does not wait.
@@ -468,8 +469,8 @@ class Worker:
 
     def _on_exit(self, exited: Exited, now: float) -> None:
         _log.warning("%s: the engine %s", self.name, exited.text)
-        if exited.batch_id is not None:
-            self._session.give_back(exited.batch_id, "engine_exit", exited.text)
+        for batch_id in exited.batch_ids:
+            self._session.give_back(batch_id, "engine_exit", exited.text)
         if not self._loaded:
             self._failed_loads += 1
             text = self._load_error or f"it {exited.text} while loading"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from zfabric.engine import Batch, CacheStats, Result
+from zfabric.engine import Batch, CacheStats, Result, Room
 from zfabric.errors import ConfigError, FabricError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, disagreement
@@ -111,7 +111,7 @@ class LlamaCppEngine:
         self._counts = CacheCounts(reported=True)
         self._driver = Driver(manner, Limit(self.slots), self._counts)
 
-    def run(self, batch: Batch) -> Iterator[tuple[int, Result]]:
+    def run(self, batch: Batch) -> Iterator[tuple[int, Result] | Room]:
         """Send every item, in order; results as they come."""
         return self._driver.run(batch)
 
