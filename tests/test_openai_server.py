@@ -70,6 +70,22 @@ def error_of(result):
     return json.loads(result.payload)
 
 
+def slow_until(count):
+    """(a script that answers `slow` when `count` others are done, what is done in order)."""
+    done, slow = [], threading.Event()
+
+    def script(url, body):
+        text = body["messages"][-1]["content"]
+        if text == "slow":
+            assert slow.wait(30)
+        done.append(text)
+        if len(done) == count:
+            slow.set()
+        return completion(url, body)
+
+    return script, done
+
+
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS, EMBEDDINGS])
 def test_each_endpoint_gets_its_answer(url):
     with faking() as server, engine(server) as made:
@@ -304,17 +320,7 @@ def test_the_first_item_of_a_cold_shape_goes_alone_and_the_next_batch_is_warm():
 
 def test_places_are_refilled_as_they_come_free():
     """The second place serves three items while the first holds one."""
-    done, slow = [], threading.Event()
-
-    def script(url, body):
-        text = body["messages"][-1]["content"]
-        if text == "slow":
-            assert slow.wait(30)
-        done.append(text)
-        if len(done) == 3:
-            slow.set()
-        return completion(url, body)
-
+    script, done = slow_until(3)
     plain = Shape("m")
     with faking(script) as server, engine(server, concurrency=2) as made:
         results, problem = run(made, batch("slow", "a", "b", "c", shape=plain))
@@ -509,17 +515,7 @@ def test_through_a_broker_a_faulty_answer_loses_nothing(bad, tmp_path):
 @pytest.mark.e2e
 def test_through_a_broker_a_slow_item_does_not_hold_up_the_next_batch(tmp_path):
     """The second batch is whole while an item of the first is still at the server."""
-    done, slow = [], threading.Event()
-
-    def script(url, body):
-        text = body["messages"][-1]["content"]
-        if text == "slow":
-            assert slow.wait(30)
-        done.append(text)
-        if len(done) == 15:
-            slow.set()
-        return completion(url, body)
-
+    script, done = slow_until(15)
     rows = [request("slow", "slow")] + [request(f"q-{k}", f"item {k}") for k in range(15)]
     results, failures, status = through_a_broker(tmp_path, script, rows, concurrency=2)
     assert (len(results), len(failures), status["residual_items"]) == (16, 0, 0)
