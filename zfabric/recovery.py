@@ -60,6 +60,7 @@ def open_backing(
     fails, NewerFormat where a later release wrote it.
     """
     started = time.monotonic()
+    files.check_directory(root)
     files.make_directory(root)
     lock = files.lock(root / LOCK)
     backing: FileBacking | None = None
