@@ -46,6 +46,15 @@ def descendants(pid):
     return found - {pid}
 
 
+def engines(pid):
+    """The processes of engines among them."""
+    return [
+        child
+        for child in descendants(pid)
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
 def kill_everything(process):
     """SIGKILL for the command and all that it has started, at once."""
     pids = descendants(process.pid)
@@ -303,10 +312,14 @@ def test_a_second_run_on_the_same_output_is_refused_and_the_first_goes_on(tmp_pa
     words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
     process = start_zfabric(*words, cwd=tmp_path)
     until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    (engine,) = engines(process.pid)
+    # or it might be done before the second has begun
+    os.kill(engine, signal.SIGSTOP)
     for flag in ("--overwrite", "--resume"):
         second = run(tmp_path, "--engine", "sim", flag)
         assert second.returncode == 2
         assert f"in use by another run (pid {process.pid})" in second.stderr
+    os.kill(engine, signal.SIGCONT)
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(40))
