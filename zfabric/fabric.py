@@ -79,7 +79,7 @@ class Fabric:
             max_wait_s=config.max_wait_s,
         )
         # lanes of shapes that have been evicted still count in the totals
-        self.retired_lanes = {"opened": 0, "reused": 0, "forced": 0}
+        self.retired_lanes = {"opened": 0, "reused": 0, "forced": 0, "crowded": 0}
 
     # -- names --------------------------------------------------------------------------------
 
@@ -467,6 +467,7 @@ class Fabric:
             self.retired_lanes["opened"] += group.lanes.opened_total
             self.retired_lanes["reused"] += group.lanes.reused_total
             self.retired_lanes["forced"] += group.lanes.forced_total
+            self.retired_lanes["crowded"] += group.lanes.crowded_total
 
     # -- upkeep -------------------------------------------------------------------------------
 
