@@ -42,7 +42,8 @@ EVENTS = {
     "waste_verdict": Known(INFO, "what most of the padding comes from has changed"),
     "worker_forgotten": Known(INFO, "an operator forgot a worker that is gone"),
     "worker_joined": Known(INFO, "a worker registered, or came back"),
-    "worker_lost": Known(WARNING, "a worker's connection ended, whatever the reason"),
+    "worker_left": Known(INFO, "a worker said goodbye and ended its connection"),
+    "worker_lost": Known(WARNING, "a worker's connection ended without a goodbye"),
 }
 
 
