@@ -178,9 +178,12 @@ def test_broker_that_dies_and_returns_is_disconnected_and_then_live(fabric: Fabr
         broker.wait(20)
         wrote = len(top.wrote)
         lines = top.until(lambda lines: lines[0].startswith("DISCONNECTED"))
+        # The connection's end is what is seen, not the silence after it.
+        assert re.search(r"last heard [01] s ago", lines[0]), lines[0]
+        assert lines[2] == "! the broker does not answer: these are its last values"
         lines = top.until(lambda lines: "trying again in" in lines[0])
-        assert [line.split()[:1] for line in lines[2:-1]] == [
-            line.split()[:1] for line in before[2:-1]
+        assert [line.split()[:1] for line in lines[3:-1]] == [
+            line.split()[:1] for line in before[3:-1]
         ]
         # The last values are still there, and faint (SGR 2).
         assert re.search(rb"\x1b\[(?:\d+;)*2(?:;\d+)*mgpu0", top.wrote[wrote:])

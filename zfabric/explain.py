@@ -159,8 +159,8 @@ def _capacity(status: Status) -> tuple[str, str, str]:
         rule = "most padding is forced: items that wanted a lane of their own found none free"
     else:
         rule = (
-            "most padding is of items in lanes that others raised, because no lane opened for them: "
-            f"on average over {HIGH_PRESSURE_MIN:.0%} of the lanes were in use"
+            "most padding is of items in lanes that others raised, because no lane opened for "
+            f"those: on average over {HIGH_PRESSURE_MIN:.0%} of the lanes were in use"
         )
     if status["lanes_limit"] < LANES_MAX:
         return (

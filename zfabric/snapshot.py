@@ -134,7 +134,8 @@ class Survey:
 def survey(fabric: Fabric) -> Survey:
     """One pass over all shapes."""
     gone, limit = fabric.retired_lanes, fabric.config.lanes
-    found = Survey(**gone)
+    found = Survey(opened=gone["opened"], reused=gone["reused"], forced=gone["forced"])
+    found.crowded = gone["crowded"]
     wasted = 0
     for group in fabric.groups.values():
         if group.outstanding:

@@ -32,7 +32,8 @@ from zfabric_tui.desk import Desk
 from zfabric_tui.dialogs import Ask, Choose, When
 from zfabric_tui.feed import CURRENT, Arrived, Feed, LiveFeed, Snapshot
 from zfabric_tui.header import header
-from zfabric_tui.model import STALE_S, History
+from zfabric_tui.hearing import Hearing
+from zfabric_tui.model import History
 from zfabric_tui.pages.book import BOOK
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.paint import Palette
@@ -44,8 +45,6 @@ from zfabric_tui.timeline import line as timeline
 from zfabric_tui.timeline import parse
 from zfabric_tui.widgets import LanesView, PageView
 
-# A broker that is lost is looked for this often.
-RETRY_S = 5.0
 MESSAGE_S = 6.0
 ASCII_CSS = """
 SearchIcon, CommandPalette LoadingIndicator { display: none; }
@@ -102,8 +101,7 @@ class TopApp(App[None]):
         # the shape whose lanes are shown; None is the current one
         self._shape: str | None = None
         self._held = False
-        self._seen_s: float | None = None
-        self._retry_s: float | None = None
+        self.hearing = Hearing(clock, self._replay)
         self._asking = False
         self._boot: str | None = None
         self._message: tuple[str, float] | None = None
@@ -152,20 +150,6 @@ class TopApp(App[None]):
         """What is drawn."""
         return self.history.snapshot
 
-    @property
-    def _age_s(self) -> float | None:
-        if self._replay is not None:
-            return self._replay.age_s
-        return None if self._seen_s is None else self._clock() - self._seen_s
-
-    @property
-    def lost(self) -> bool:
-        """Whether what is drawn is old."""
-        if self._replay is not None:
-            return self._replay.in_gap
-        age_s = self._age_s
-        return age_s is None or age_s > STALE_S
-
     def refresh_picture(self) -> None:
         """Take what the feed has and draw it; leave when what was watched has ended."""
         if self._ends is not None and self._ends():
@@ -185,9 +169,7 @@ class TopApp(App[None]):
             except ConfigError as error:
                 self._recorder = None
                 self.say(str(error))
-        if arrived.snapshots:
-            self._seen_s = self._clock()
-            self._retry_s = None
+        self.hearing.note(arrived)
         if self._held and self._replay is None:
             return
         if arrived.restarted:
@@ -213,13 +195,8 @@ class TopApp(App[None]):
 
     def _look_for_broker(self) -> None:
         """A broker that is lost may have come back elsewhere."""
-        if self._desk is None or self._replay is not None or not self.lost:
-            return
-        now = self._clock()
-        if self._retry_s is None:
-            self._retry_s = now + RETRY_S
-        elif now >= self._retry_s and not self._asking:
-            self._retry_s, self._asking = now + RETRY_S, True
+        if self._desk is not None and self.hearing.is_due() and not self._asking:
+            self._asking = True
             self.run_worker(self._find_broker, thread=True)
 
     def _find_broker(self) -> None:
@@ -253,15 +230,8 @@ class TopApp(App[None]):
         self.query_one("#keys", LineView).show(self._key_line(width))
 
     def _header(self) -> Line:
-        retry_s = None if self._retry_s is None else max(0.0, self._retry_s - self._clock())
         return header(
-            self.snapshot,
-            self._address,
-            age_s=self._age_s,
-            lost=self.lost,
-            held=self._held,
-            retry_s=retry_s,
-            replay=self._replay,
+            self.snapshot, self._address, self.hearing, held=self._held, replay=self._replay
         )
 
     def _key_line(self, width: int) -> Line:
@@ -278,12 +248,13 @@ class TopApp(App[None]):
         if self.page == LANES:
             self._draw_lanes(lanes)
             return None
-        faint = self.lost and self.page != HELP
+        faint = self.hearing.lost and self.page != HELP
         if self.snapshot is None and self.page != HELP:
             pages.show(Page([line("nothing heard yet", "dim")]), faint=False)
             return None
+        size, chosen = pages.size, pages.chosen
         view = View(
-            self.snapshot or {}, self.history, pages.size.width, pages.size.height, pages.chosen
+            self.snapshot or {}, self.history, size.width, size.height, chosen, self.hearing.old
         )
         pages.show(BOOK[self.page](view), faint=faint)
         return pages.position
@@ -298,8 +269,10 @@ class TopApp(App[None]):
         if known is not None:
             signature = known["signature"]
         shape = next((row for row in rows if row["signature"] == signature), None)
-        none = "no shape yet" if signature is None else f"waiting for {signature} ..."
-        lanes.show(known, shape, none=none, faint=self.lost)
+        none = f"the lanes of {signature} are on their way"
+        if signature is None:
+            none = "no shapes yet: submit work, or zfabric run-batch --help"
+        lanes.show(known, shape, none=none, faint=self.hearing.lost)
 
     def say(self, text: str) -> None:
         """A word in place of the keys, for a while."""
@@ -411,7 +384,7 @@ class TopApp(App[None]):
 
     def action_order(self, kind: str) -> None:
         """Ask, and if it is confirmed, order."""
-        refused = self._may_order or ("the broker is lost" if self.lost else None)
+        refused = self._may_order or ("the broker is lost" if self.hearing.lost else None)
         if refused is not None or self.snapshot is None:
             self.say(refused or "nothing heard yet")
             return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from zfabric_tui.model import alarms, ended_items, eta_s, is_over, not_done
+from zfabric_tui.model import Alarm, alarms, ended_items, eta_s, is_over, not_done
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.text import (
+    BAD,
     BLANK,
     DIM,
     GOOD,
@@ -44,8 +46,12 @@ def page(view: View) -> Page:
 
 def _state(view: View) -> list[Line]:
     found = alarms(view.snapshot)
-    if not found:
-        return [line("HEALTHY  nothing asks for you", GOOD)]
+    if view.old is not None:
+        return [line(f"! {view.old}", BAD), *_listed(found)]
+    return _listed(found) or [line("HEALTHY  nothing asks for you", GOOD)]
+
+
+def _listed(found: Sequence[Alarm]) -> list[Line]:
     return [
         (Span(f"! {alarm.text}", alarm.level), Span(f"   {alarm.hint}", DIM)) for alarm in found[:5]
     ] + ([line(f"  and {len(found) - 5} more", DIM)] if len(found) > 5 else [])
