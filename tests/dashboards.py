@@ -137,6 +137,7 @@ class FakeDesk:
     def __init__(self, answers: dict[str, Any] | None = None) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answers = answers or {}
+        self.role: str | None = None
 
     def ask(self, op: str, **args: Any) -> Any:
         if op == "events":

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
+from textual.events import Event, Key
 from textual.screen import Screen
 
 from zfabric.errors import ConfigError, FabricError
@@ -28,7 +29,7 @@ from zfabric_tui.commands import (
     SHAPES,
     WASTE,
 )
-from zfabric_tui.desk import Desk
+from zfabric_tui.desk import LOOKING_ROLES, NOT_ALLOWED, Desk
 from zfabric_tui.dialogs import Ask, Choose, When
 from zfabric_tui.feed import CURRENT, Arrived, Feed, LiveFeed, Snapshot
 from zfabric_tui.header import header
@@ -46,6 +47,8 @@ from zfabric_tui.timeline import parse
 from zfabric_tui.widgets import LanesView, PageView
 
 MESSAGE_S = 6.0
+# Seconds to look round in after what was watched has ended; every key begins them anew.
+LOOK_S = 120.0
 ASCII_CSS = """
 SearchIcon, CommandPalette LoadingIndicator { display: none; }
 CommandPalette #--input { border: none; }
@@ -93,6 +96,7 @@ class TopApp(App[None]):
         self._interval_s = 1 / hz
         self._recorder = recorder
         self._ends = ends
+        self._leaves_s: float | None = None
         self._clock = clock
         self._palette = Palette(color=not self.no_color, ascii_only=ascii_only)
         self.history = History()
@@ -104,6 +108,8 @@ class TopApp(App[None]):
         self.hearing = Hearing(clock, self._replay)
         self._asking = False
         self._boot: str | None = None
+        # what a broker said that refused an order for want of a right
+        self._denied: str | None = None
         self._message: tuple[str, float] | None = None
         if self._replay is not None:
             self._gaps = self._replay.reader.gaps()
@@ -132,6 +138,12 @@ class TopApp(App[None]):
         """Another width has room for other columns; the widgets know theirs after a layout."""
         self.call_after_refresh(self.draw)
 
+    async def on_event(self, event: Event) -> None:
+        """Whoever presses a key is still there."""
+        if self._leaves_s is not None and isinstance(event, Key):
+            self._leaves_s = self._clock() + LOOK_S
+        await super().on_event(event)
+
     def on_unmount(self) -> None:
         """The feed ends with the screen."""
         self._feed.close()
@@ -151,9 +163,13 @@ class TopApp(App[None]):
         return self.history.snapshot
 
     def refresh_picture(self) -> None:
-        """Take what the feed has and draw it; leave when what was watched has ended."""
+        """Take what the feed has and draw it; leave some time after what was watched has ended."""
         if self._ends is not None and self._ends():
-            self.exit()
+            now = self._clock()
+            if self._leaves_s is None:
+                self._leaves_s = now + LOOK_S
+            elif now >= self._leaves_s:
+                self.exit()
         try:
             self._take(self._feed.poll(0))
         except ConfigError as error:
@@ -181,7 +197,7 @@ class TopApp(App[None]):
         if arrived.snapshots and self._desk is not None:
             boot = arrived.snapshots[-1]["boot_id"]
             if boot != self._boot:
-                self._boot = boot
+                self._boot, self._denied = boot, None
                 self.run_worker(self._fetch_events, thread=True)
 
     def _fetch_events(self) -> None:
@@ -240,7 +256,13 @@ class TopApp(App[None]):
             if self._clock() < until_s:
                 return line(text, "head")
             self._message = None
-        return commands.key_line(self.mode, self.page, width, orders=self._may_order is None)
+        ended: Line = ()
+        if self._leaves_s is not None:
+            left_s = max(0.0, self._leaves_s - self._clock())
+            ended = line(f"ENDED: q goes on ({left_s:.0f} s)  ", "head")
+        width -= sum(len(span.text) for span in ended)
+        orders = self._may_order is None
+        return (*ended, *commands.key_line(self.mode, self.page, width, orders=orders))
 
     def _draw_body(self) -> str | None:
         """Draw the page; which lines of it are in sight."""
@@ -380,11 +402,15 @@ class TopApp(App[None]):
             return "--readonly: nothing is ordered from here"
         if self._desk is None:
             return "there is no broker to order"
-        return None
+        if self._desk.role in LOOKING_ROLES:
+            return f"not allowed: the role of this key is {self._desk.role}, which may only look"
+        if self._denied is not None:
+            return f"not allowed: {self._denied}"
+        return "the broker is lost" if self.hearing.lost else None
 
     def action_order(self, kind: str) -> None:
         """Ask, and if it is confirmed, order."""
-        refused = self._may_order or ("the broker is lost" if self.hearing.lost else None)
+        refused = self._may_order
         if refused is not None or self.snapshot is None:
             self.say(refused or "nothing heard yet")
             return
@@ -421,6 +447,9 @@ class TopApp(App[None]):
             said = order.done
         except FabricError as error:
             said = f"refused: {error}"
+            code, _, text = str(error).partition(": ")
+            if code == NOT_ALLOWED:
+                self._denied = text
         self.call_from_thread(self.say, said)
 
     # -- replay -------------------------------------------------------------------------------
