@@ -225,6 +225,9 @@ class WorkerConfig:
         2, "batches held at once: running and ready", unit="batches", low=1, high=64
     )
     ragged: bool = key_row(False, "the engine does not pad: count plain tokens")
+    log: str = key_row(
+        "text", "events on standard error, as lines of", choices=("text", "json", "off")
+    )
 
     def __post_init__(self) -> None:
         _check_section("worker", self)
