@@ -191,6 +191,7 @@ def storage(fabric: Fabric, now: float) -> dict[str, Any]:
     return {
         "disk_bytes": None,
         "disk_bytes_limit": None,
+        "disk_reserve_bytes": None,
         "disk_min_free_bytes": None,
         "segment_files": None,
         "segment_bytes": None,
