@@ -13,7 +13,9 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 
 from tests.dashboards import ADDRESS, Clock, Day, FakeDesk, FakeFeed, a_day, recorded, screen_of
+from tests.harness import Bench
 from zfabric.errors import FabricError
+from zfabric.publishing import Publishing
 from zfabric_tui import commands
 from zfabric_tui.app import LOOK_S, TopApp
 from zfabric_tui.commands import COMMANDS, EVERYWHERE, LIVE, PALETTE_KEY, REPLAY
@@ -182,6 +184,17 @@ def test_dashboard_of_something_that_ends_stays_until_nobody_is_there(day: Day) 
     assert seen[1].startswith(f"ENDED: q goes on ({LOOK_S:.0f} s)  ") and "^p all" in seen[1]
     assert "ENDED: q goes on (10 s)" in seen[2]
     assert not app.is_running
+
+
+def test_key_that_has_nothing_to_work_on_says_so() -> None:
+    bench = Bench()
+    view = Publishing(bench.dispatcher, 4.0).view(bench.now)
+    for start, key, said in (
+        ("3", "enter", "no shape"), ("2", "c", "no lanes"), ("2", "o", "no lanes"),
+        ("2", "right_square_bracket", "no shape"), ("2", "left_square_bracket", "no shape"),
+    ):  # fmt: skip
+        app = TopApp(FakeFeed([view]), ADDRESS, desk=FakeDesk(), hz=0.001, clock=Clock())
+        assert said in pressed(app, start, key, look=screen_of)[-1][-1], key
 
 
 # -- moving ---------------------------------------------------------------------------------------

@@ -358,14 +358,19 @@ class TopApp(App[None]):
 
     def action_enter(self) -> None:
         """The lanes of the chosen shape."""
-        if self.page == SHAPES and (chosen := self.query_one(PageView).chosen) is not None:
+        if self.page != SHAPES:
+            return
+        chosen = self.query_one(PageView).chosen
+        if chosen is None:
+            self.say("there is no shape yet")
+        else:
             self._shape = chosen
             self.action_open(LANES)
 
     def action_turn(self, what: str) -> None:
         """Another metric or order of the map."""
-        if self.page == LANES:
-            self.query_one(LanesView).turn(what)
+        if self.page == LANES and not self.query_one(LanesView).turn(what):
+            self.say("there are no lanes yet")
 
     def action_shape(self, by: int) -> None:
         """The lanes of the next shape, or of the one before."""
@@ -378,6 +383,8 @@ class TopApp(App[None]):
             at = known.index(shown) + by if shown in known else 0
             self._shape = known[at % len(known)]
             self.draw()
+        else:
+            self.say("there is no shape yet")
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers: every command of this page and mode."""
@@ -424,11 +431,9 @@ class TopApp(App[None]):
             self._confirm(found[0])
         else:
             titles = [order.title for order in found]
-            self.push_screen(Choose(titles), lambda at: self._chose(found, at))
-
-    def _chose(self, found: Sequence[orders.Order], at: int | None) -> None:
-        if at is not None:
-            self._confirm(found[at])
+            self.push_screen(
+                Choose(titles), lambda at: None if at is None else self._confirm(found[at])
+            )
 
     def _confirm(self, order: orders.Order) -> None:
         def answered(yes: bool | None) -> None:

@@ -183,8 +183,8 @@ class LanesView(Widget):
         self.faint = faint
         self._map()
 
-    def turn(self, what: str) -> None:
-        """The next metric or order."""
+    def turn(self, what: str) -> bool:
+        """The next metric or order; False where there is nothing to see of it."""
         if what == "metric":
             at = heat.METRICS.index(self.metric) + 1
             self.metric = heat.METRICS[at % len(heat.METRICS)]
@@ -192,6 +192,7 @@ class LanesView(Widget):
             self.order = heat.BY_TARGET if self.order == heat.BY_ID else heat.BY_ID
             self._cursor = 0
         self._map()
+        return self._heat is not None
 
     def move(self, key: str) -> None:
         """Move the cursor, see `heat.moved`."""
