@@ -186,6 +186,30 @@ def test_dashboard_of_something_that_ends_stays_until_nobody_is_there(day: Day) 
     assert not app.is_running
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_list_stays_at_its_top_until_a_row_is_chosen(day: Day, *, moved: bool) -> None:
+    """The first of the shapes is the current one, and the last of them once it is drained."""
+    last = day.views[-1]
+    row = last["shapes"][0]
+    many = [{**row, "signature": f"{k:016x}", "current": k == 0} for k in range(40)]
+    app = TopApp(FakeFeed([{**last, "shapes": many}]), ADDRESS, hz=0.001, clock=Clock())
+
+    async def run() -> tuple[str | None, str]:
+        async with app.run_test(size=(80, 24)) as pilot:
+            for key in ("3", *["down"] * moved):
+                await press(pilot, app, key)
+            later = {**last, "time": last["time"] + 1.0, "shapes": [*many[2:], *many[:2]]}
+            app._feed.views.append(later)
+            app.refresh_picture()
+            await pilot.pause()
+            return chosen(app), screen_of(app)[1].split()[-3]
+
+    if moved:
+        assert asyncio.run(run()) == (f"{1:016x}", "25-40")
+    else:
+        assert asyncio.run(run()) == (f"{2:016x}", "1-16")
+
+
 def test_key_that_has_nothing_to_work_on_says_so() -> None:
     bench = Bench()
     view = Publishing(bench.dispatcher, 4.0).view(bench.now)
