@@ -178,18 +178,7 @@ class Delivery:
         nonces, entries = message.columns["nonces"], message.columns["entries"]
         refs = self._fabric.store.locate(nonces, entries)
         payloads = split(message.body, message.columns["sizes"])
-        duplicates = 0
-        for ref, status, payload, again in zip(
-            refs, statuses, payloads, _repeats(refs), strict=True
-        ):
-            if ref is None or again:
-                duplicates += 1
-                continue
-            batch = self._fabric.pending.by_ref.get(ref)
-            self._fabric.end(ref, status, payload, now)
-            worker.items_done += 1
-            if batch is not None:
-                self._drop_if_empty(batch, worker)
+        duplicates = self._end(worker, refs, statuses, payloads, now)
         self._fabric.flow.duplicates += duplicates
         batch_id = (message.fields["epoch"], message.fields["n"])
         if "stats" in message.fields:
@@ -200,6 +189,38 @@ class Delivery:
             {"epoch": batch_id[0], "n": batch_id[1], "duplicates": duplicates},
         )
         self._list(worker)
+
+    def _end(
+        self,
+        worker: Worker,
+        refs: Sequence[int | None],
+        statuses: Sequence[int],
+        payloads: Sequence[bytes],
+        now: float,
+    ) -> int:
+        """The first result for a live item ends it; returns how many were not the first."""
+        pending = self._fabric.pending.by_ref
+        live = [ref for ref in refs if ref is not None]
+        batch = pending.get(live[0]) if live else None
+        whole = len(live) == len(refs) == len(set(live))
+        if whole and batch is not None and batch.outstanding.issuperset(live):
+            self._fabric.end_dispatched(batch, live, statuses, payloads)
+            worker.items_done += len(live)
+            self._drop_if_empty(batch, worker)
+            return 0
+        duplicates = 0
+        for ref, status, payload, again in zip(
+            refs, statuses, payloads, _repeats(refs), strict=True
+        ):
+            if ref is None or again:
+                duplicates += 1
+                continue
+            batch = pending.get(ref)
+            self._fabric.end(ref, status, payload, now)
+            worker.items_done += 1
+            if batch is not None:
+                self._drop_if_empty(batch, worker)
+        return duplicates
 
     def _drop_if_empty(self, batch: Batch, reporter: Worker) -> None:
         holder = self._fabric.workers.get(batch.worker)

@@ -44,6 +44,8 @@ ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORK
 PEERS_MAX = 20_000
 # Upkeep and judgement are due this often; a busy loop turns a thousand times a second.
 UPKEEP_S = 0.1
+# A round over all lanes begins this often at most: lanes retire after seconds, ages are for people.
+UPKEEP_ROUND_S = 1.0
 # Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
 UPKEEP_LANES = 4_096
 # Writes of a turn, some 40 us each: one that made files for 32,768 lanes would take seconds.
@@ -91,7 +93,7 @@ class Dispatcher:
             self.fabric, self.meta, self.drain, self._cancel, self._forget
         )
         self._next_heartbeat_s = 0.0
-        self._next_upkeep_s = 0.0
+        self._next_upkeep_s = self._next_round_s = 0.0
         self._next_judgement_s = 0.0
         self._promised: deque[Parcel] = deque()
         # the window whose sync runs, and what goes out when it is over
@@ -331,7 +333,9 @@ class Dispatcher:
         while lanes < UPKEEP_LANES:
             number = next(self._upkeep, None)
             if number is None:
-                self._upkeep = iter(list(self.fabric.groups))
+                if now >= self._next_round_s:
+                    self._next_round_s = now + UPKEEP_ROUND_S
+                    self._upkeep = iter(list(self.fabric.groups))
                 break
             group: Group | None = self.fabric.groups.get(number)
             if group is not None:

@@ -33,6 +33,9 @@ K = TypeVar("K", bound=Hashable)
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
+# Items served on one visit from which a switch has paid for itself: a miss for each card is a share
+# of a few thousandths then, and waiting would leave all cards idle for it.
+VISIT_PAYS_ITEMS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,7 @@ class Draining(Generic[K]):
         "_limits",
         "_more",
         "_ready",
+        "_served_items",
         "current",
         "forced_switches_total",
         "switches_total",
@@ -281,6 +285,8 @@ class Draining(Generic[K]):
         # What trickles in for it meanwhile is served at once and does not restart the linger;
         # otherwise a trickle into the current shape, an item per 200 ms, would starve all others.
         self._leave_at: float | None = None
+        # Items of the current shape that were handed out on this visit.
+        self._served_items = 0
         # When each ready shape last got an item: one that gets none any more is not waited for.
         self._arrived_at: dict[K, float] = {}
 
@@ -320,7 +326,10 @@ class Draining(Generic[K]):
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        if not self._ready.removed(key, items, tokens, now, served):
+        left = self._ready.removed(key, items, tokens, now, served)
+        if served and key == self.current:
+            self._served_items += items
+        if not left:
             return
         if self._chain_of is not None:
             self._affinity.discard(key, self._chain_of(key))
@@ -329,7 +338,8 @@ class Draining(Generic[K]):
             # Waiting is for a shape that items still trickle into. Where each prompt has a shape
             # of its own, lingering on each for 200 ms would serve five prompts a second.
             trickles = now - arrived_at < self._limits.linger_s
-            self._leave_at = now + self._limits.linger_s if trickles else now
+            paid = self._served_items >= VISIT_PAYS_ITEMS
+            self._leave_at = now + self._limits.linger_s if trickles and not paid else now
 
     def set_more(self, producer: Hashable, more: bool) -> None:
         """The producer's last submit said whether it knows of more to come."""
@@ -394,6 +404,7 @@ class Draining(Generic[K]):
 
     def _settle_on(self, key: K | None) -> None:
         self.current = key
+        self._served_items = 0
         if self._chain_of is not None and key is not None:
             self._chain = self._chain_of(key)
 

@@ -24,11 +24,13 @@ from zfabric.segment import (
     Column,
     Entry,
     Header,
+    Run,
     pack_entries,
     pack_header,
     payload_of,
     read_entry,
     scan,
+    unpack_run,
     word_offset,
     words_of,
 )
@@ -151,12 +153,13 @@ class SegmentFile:
         self._backing.unwritten[self.header.nonce] = self
         return self.tail - before - count * ENTRY_HEADER_BYTES
 
-    def payload_bytes(self, place: int) -> int:
-        """What the payload of an entry takes in the file, with its padding.
+    def payload_bytes(self, first: int, stop: int) -> int:
+        """What the payloads of neighbouring entries take in the file, with their padding.
 
-        Damage that lies behind the entry counts as its own.
+        Damage that lies behind an entry counts as its own.
         """
-        return self._span(place) - ENTRY_HEADER_BYTES
+        span = self.end_of(stop - 1) - self.begin_of(first)
+        return span - (stop - first) * ENTRY_HEADER_BYTES
 
     def begin_of(self, place: int) -> int:
         """The offset at which an entry begins."""
@@ -207,6 +210,18 @@ class SegmentFile:
             return entry, payload_of(self.header.nonce, entry, block)
         except StorageError as error:
             raise StorageError(f"{path}: entry {place}: {error}") from None
+
+    def run(self, first: int, stop: int) -> Run:
+        """Neighbouring entries, none of them lost. Raises StorageError where one is damaged."""
+        base = self.header.data_offset
+        offsets = [base + ALIGN * units for units in self.offsets[first:stop]]
+        path, descriptor = self._opened()
+        size = self.end_of(stop - 1) - offsets[0]
+        block = self._backing.files.read(path, descriptor, size, offsets[0])
+        try:
+            return unpack_run(self.header.nonce, offsets, block)
+        except StorageError as error:
+            raise StorageError(f"{path}: {error}") from None
 
     def head(self, place: int) -> Entry | None:
         """What an entry says of itself, None where that is damaged; its payload is not read."""

@@ -22,7 +22,7 @@ import functools
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,10 +142,10 @@ class FileBacking:
         """Where the file with this header belongs."""
         return self.root / place_of(header)
 
-    def owe_tombstone(self, file: SegmentFile, place: int) -> None:
-        """The item is completed; its result is written in this window."""
+    def owe_tombstones(self, file: SegmentFile, places: Iterable[int]) -> None:
+        """The items are completed; their results are written in this window."""
         owed = self._open_window.tombstones.setdefault(file.header.nonce, (file, []))
-        owed[1].append(place)
+        owed[1].extend(places)
 
     def owe_word(self, file: SegmentFile, place: int, word: int) -> None:
         """The item ended otherwise; what says so is written in this window."""
@@ -157,21 +157,32 @@ class FileBacking:
 
     # -- results ------------------------------------------------------------------------------
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
-        """Write a result of a producer, numbered `seq`."""
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
+        """See Backing."""
         kept = self.results.setdefault(owner, deque())
-        file = kept[-1].file if kept else None
-        # Entries of a file are in sequence; damage at a file's end may have cost some.
-        following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
-        if file is None or len(file.offsets) >= file.header.capacity or seq != following:
-            capacity, nonce = self.segment_items_max, secrets.randbits(64)
-            header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
-            file = SegmentFile(self, header)
-            kept.append(ResultFile(file, seq))
-        gap = result.gap if result.retry_of is None else result.retry_of
-        payloads = (result.payload,)
-        numbers, status = (result.number,), (int(result.status),)
-        file.append(Column((0,), owner, numbers, (gap,), seq, self.window, (0,), status, payloads))
+        start = 0
+        while start < len(results):
+            file = kept[-1].file if kept else None
+            # Entries of a file are in sequence; damage at a file's end may have cost some.
+            following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
+            if file is None or len(file.offsets) >= file.header.capacity or seq != following:
+                capacity, nonce = self.segment_items_max, secrets.randbits(64)
+                header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
+                file = SegmentFile(self, header)
+                kept.append(ResultFile(file, seq))
+            part = results[start : start + file.header.capacity - len(file.offsets)]
+            zeros = bytes(len(part))
+            gaps = [r.gap if r.retry_of is None else r.retry_of for r in part]
+            numbers, statuses = [r.number for r in part], [int(r.status) for r in part]
+            payloads = [r.payload for r in part]
+            file.append(
+                Column(
+                    zeros, owner, numbers, gaps, seq, self.window, zeros, statuses, payloads,
+                    when_step=1,
+                )
+            )  # fmt: skip
+            start += len(part)
+            seq += len(part)
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto` of `last`; see Backing."""

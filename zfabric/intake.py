@@ -250,7 +250,7 @@ class Intake:
             self._fabric.count("refused_items")
             number = columns["numbers"][k]
             refused = Stored(number, Status.REFUSED, payload, None, gaps[k])
-            self._fabric.post(producer, refused)
+            self._fabric.post(producer, (refused,))
         return good
 
     # -- answering ----------------------------------------------------------------------------

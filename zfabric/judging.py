@@ -300,7 +300,7 @@ class Judge:
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
                     if patchy:
-                        found.live_bytes += found.file.payload_bytes(place)
+                        found.live_bytes += found.file.payload_bytes(place, place + 1)
                     else:
                         found.live_bytes += aligned(file.sizes[place])
                     if file.attempts[place]:

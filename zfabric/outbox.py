@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -41,10 +42,12 @@ class Outbox:
         """Sequence number of the newest result."""
         return self.acked + len(self._results)
 
-    def add(self, result: Stored) -> None:
-        """Keep one more result."""
-        self._results.append(result)
-        self.payload_bytes += len(result.payload)
+    def add(self, results: Sequence[Stored]) -> int:
+        """Keep more results; returns the bytes of their payloads."""
+        self._results.extend(results)
+        size = sum([len(result.payload) for result in results])
+        self.payload_bytes += size
+        return size
 
     def rewind(self) -> None:
         """Send everything unacknowledged again: the producer has a new connection."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
+from zfabric.segment import Run
 
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
@@ -92,11 +93,14 @@ class Segment(Protocol):
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
 
+    def run(self, first: int, stop: int) -> Run:
+        """Neighbouring live entries. Raises StorageError where one cannot be read."""
+
     def enqueued_s(self, entry: int) -> float | None:
         """When a live entry was appended, on the caller's clock; None where it cannot be read."""
 
-    def tombstone(self, entry: int, *, dead: bool) -> int:
-        """The entry is over (`dead`: given up); returns the bytes that its payload took."""
+    def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
+        """Neighbouring entries are over (`dead`: given up); returns what their payloads took."""
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """How often the entry has been charged."""
@@ -166,8 +170,8 @@ class Backing(Protocol):
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """A new, empty segment."""
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
-        """Keep a result of a producer, numbered `seq`."""
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
+        """Keep results of a producer, numbered from `seq` on."""
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto`; `last` is its newest."""
@@ -259,14 +263,29 @@ class MemorySegment:
             owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload
         )
 
+    def run(self, first: int, stop: int) -> Run:
+        """See Segment."""
+        words = self.meta[META_WORDS * first : META_WORDS * stop]
+        payloads = [p for p in self.payloads[first:stop] if p is not None]
+        if len(payloads) != stop - first:
+            raise InvariantError(f"an entry from {first} to {stop} is read but has no payload")
+        owners = words[1::META_WORDS]
+        return Run(
+            [owner >> 32 for owner in owners],
+            words[::META_WORDS].tolist(),
+            [owner & 0xFFFF_FFFF for owner in owners],
+            bytes([word & 0xFF for word in words[2::META_WORDS]]),
+            payloads,
+        )
+
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
         return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
 
-    def tombstone(self, entry: int, *, dead: bool) -> int:
+    def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
         """See Segment."""
-        size = len(self.payloads[entry] or b"")
-        self.payloads[entry] = None
+        size = sum(len(payload or b"") for payload in self.payloads[first:stop])
+        self.payloads[first:stop] = [None] * (stop - first)
         return size
 
     def set_attempts(self, entry: int, attempts: int) -> None:
@@ -289,7 +308,7 @@ class MemoryBacking:
         """See Backing."""
         return MemorySegment(slot, nonce, queue)
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
         """See Backing; the outbox itself is the memory."""
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
