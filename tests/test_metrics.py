@@ -164,6 +164,7 @@ def test_running_broker_is_scraped_over_http() -> None:
                 with pytest.raises(urllib.error.HTTPError) as refused:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10)
                 assert refused.value.code == 404
+                refused.value.close()
             with pytest.raises(ConfigError, match="another --metrics-port"):
                 metrics.serve("127.0.0.1", port, dict)
         finally:
