@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zfabric_tui.model import Alarm, alarms, ended_items, eta_s, is_over, not_done
+from zfabric_tui.model import Alarm, alarms, ended_items, eta_s, is_over, not_done, total_items
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.text import (
     BAD,
@@ -179,7 +179,7 @@ def _jobs(view: View) -> list[Line]:
 
 
 def _job(view: View, job: dict[str, Any]) -> tuple[str, ...]:
-    ended, expected, over = ended_items(job), job["expected_items"], is_over(job)
+    ended, expected, over = ended_items(job), total_items(job), is_over(job)
     # A job that ended early, or was one part of several, is no longer on its way to that number.
     known = expected is not None and not (over and ended < expected)
     rate = None if over else view.rates.jobs.get(job["name"])
