@@ -42,19 +42,22 @@ TURNS = 100_000
 
 def measure(
     shapes: int, lanes: int, seconds: int, snapshots: int, only: str | None
-) -> dict[str, Any]:
-    """Every figure, by name; those of the CPU or of the memory alone where `only` says so."""
-    figures: dict[str, Any] = {}
-    with _broker(shapes, lanes, figures) as (broker, address):
-        figures["lanes_in_use"] = broker.ask(60.0)["lanes_active"]
+) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every figure once it is known, since all of them take minutes.
+
+    Those of the CPU or of the memory alone where `only` says so.
+    """
+    made: dict[str, Any] = {}
+    with _broker(shapes, lanes, made) as (broker, address):
+        yield from made.items()
+        yield "lanes_in_use", broker.ask(60.0)["lanes_active"]
         if only != "memory":
             with _worker(address):
-                figures |= _publishing(broker, address, seconds)
-                figures |= _dashboard(broker, address, seconds)
+                yield from _publishing(broker, address, seconds).items()
+                yield from _dashboard(broker, address, seconds)
         view = broker.ask(60.0)
     if only != "cpu":
-        figures |= _memory(view, snapshots)
-    return figures
+        yield from _memory(view, snapshots).items()
 
 
 @contextlib.contextmanager
@@ -205,17 +208,15 @@ def _publishing(broker: Broker, address: str, seconds: int) -> dict[str, Any]:
     }
 
 
-def _dashboard(broker: Broker, address: str, seconds: int) -> dict[str, Any]:
+def _dashboard(broker: Broker, address: str, seconds: int) -> Iterator[tuple[str, float]]:
     """The dashboard's CPU by page and rate."""
-    figures = {}
     for hz in (4, 10):
         broker.publishing.interval_s = 1 / hz
         for name, key in (("overview", "1"), ("lanes", "2"), ("shapes", "3")):
             terminal = _Terminal(address, hz, key)
             share = _share(terminal.cpu_s, terminal.rest, seconds)
             terminal.close()
-            figures[f"dashboard_cpu_percent_{name}_{hz}_hz"] = share
-    return figures
+            yield f"dashboard_cpu_percent_{name}_{hz}_hz", share
 
 
 def _rss_mib() -> float:
