@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import socket as sockets
 import threading
@@ -85,13 +86,16 @@ class Broker:
         if not config.insecure and not is_loopback(config.bind):
             raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-close")
         self.recovered: Recovered | None = None
         backing: FileBacking | None = None
         if store is None and config.data is not None:
             root = Path(config.data)
+            files = OsFiles(root)
             backing, self.recovered = open_backing(
-                root, config.durability, OsFiles(root), rebuild=rebuild_catalog
+                root, config.durability, files, rebuild=rebuild_catalog
             )
+            files.let_go = lambda descriptor: self._closer.submit(os.close, descriptor)
             backing.room.min_free_bytes = config.min_free
             backing.room.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
@@ -194,6 +198,7 @@ class Broker:
                 socket.close(0)
         self._context.term()
         self._syncer.shutdown()
+        self._closer.shutdown()
         self._wake_r.close()
         self._wake_w.close()
         self._backing.close()

@@ -15,7 +15,7 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Model
 from zfabric.peers import Peer, Worker
 from zfabric.pending import Batch, BatchId, part
-from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, split
+from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, packed, split
 from zfabric.shapes import NAME_BYTES_MAX, Contract
 
 # (peer, type, fields, columns, body)
@@ -175,12 +175,15 @@ class Delivery:
         statuses = message.columns["statuses"]
         if not WORKER_STATUSES.issuperset(statuses):
             raise PeerError("malformed", "a worker reports ok, too_long or failed, nothing else")
-        nonces, entries = message.columns["nonces"], message.columns["entries"]
-        refs = self._fabric.store.locate(nonces, entries)
         payloads = split(message.body, message.columns["sizes"])
+        batch_id = (message.fields["epoch"], message.fields["n"])
+        batch = worker.held.get(batch_id)
+        nonces, entries = message.columns["nonces"], message.columns["entries"]
+        refs = _whole(batch, (packed("Q", nonces), packed("I", entries)))
+        if refs is None:
+            refs = self._fabric.store.locate(nonces, entries)
         duplicates = self._end(worker, refs, statuses, payloads, now)
         self._fabric.flow.duplicates += duplicates
-        batch_id = (message.fields["epoch"], message.fields["n"])
         if "stats" in message.fields:
             self._note_stats(worker, message.fields["stats"], now)
         self._send(
@@ -378,3 +381,10 @@ def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:
     for ref in refs:
         yield ref in seen
         seen.add(ref)
+
+
+def _whole(batch: Batch | None, wire_refs: tuple[bytes, bytes]) -> Sequence[int | None] | None:
+    """The references of a whole batch of which nothing has ended, if that is what is meant."""
+    if batch is None or batch.wire_refs != wire_refs or len(batch.outstanding) < len(batch.refs):
+        return None
+    return batch.refs

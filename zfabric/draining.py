@@ -248,20 +248,9 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
-        "_affinity",
-        "_arrived_at",
-        "_chain",
-        "_chain_of",
-        "_first_at",
-        "_leave_at",
-        "_limits",
-        "_more",
-        "_ready",
-        "_served_items",
-        "current",
-        "forced_switches_total",
-        "switches_total",
-    )
+        "_affinity", "_arrived_at", "_chain", "_chain_of", "_first_at", "_leave_at", "_limits",
+        "_more", "_ready", "_served_items", "current", "forced_switches_total", "switches_total",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -281,11 +270,9 @@ class Draining(Generic[K]):
         self.forced_switches_total = 0
         # When the first of the items that are ready now came; a hold counts from here.
         self._first_at = 0.0
-        # When an empty current shape may be left: fixed when it FIRST ran empty on this visit.
-        # What trickles in for it meanwhile is served at once and does not restart the linger;
-        # otherwise a trickle into the current shape, an item per 200 ms, would starve all others.
+        # When an empty current shape may be left: fixed when it FIRST ran empty on this visit, or
+        # a trickle into it, an item per 200 ms, would starve all others.
         self._leave_at: float | None = None
-        # Items of the current shape that were handed out on this visit.
         self._served_items = 0
         # When each ready shape last got an item: one that gets none any more is not waited for.
         self._arrived_at: dict[K, float] = {}

@@ -35,10 +35,11 @@ from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, Store
 
 T = TypeVar("T")
-
-# Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
+# Shapes that have nothing left are kept for `zfabric shapes`, this many; the oldest use goes first.
 IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
+# Items of a lane in a message from which columns of them cost less than one by one.
+RUN_PAYS_ITEMS = 3
 PRODUCERS_MAX = 100_000
 MODELS_MAX = 4_096
 
@@ -217,9 +218,11 @@ class Fabric:
             plain = Append(lengths, places, tags, producer.index, numbers, payloads, gaps)
             self.store.append(self.queue(group, 0), plain, now)
         else:
-            self._accept_in_lanes(
-                group, group.lanes, producer, numbers, lengths, payloads, now, gaps
+            assigned = group.lanes.assign(lengths, now)
+            found = Append(
+                lengths, assigned.targets, assigned.tags, producer.index, numbers, payloads, gaps
             )
+            self._append_in_lanes(group, assigned.lane_ids, found, now)
         self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
@@ -233,40 +236,19 @@ class Fabric:
     def _is_fifo(self) -> bool:
         return self.config.policy == "fifo"
 
-    def _accept_in_lanes(
-        self,
-        group: Group,
-        lanes: Lanes,
-        producer: Producer,
-        numbers: Sequence[int],
-        lengths: Sequence[int],
-        payloads: list[bytes],
-        now: float,
-        gaps: Sequence[int],
+    def _append_in_lanes(
+        self, group: Group, lane_ids: Sequence[int], items: Append, now: float
     ) -> None:
-        assigned = lanes.assign(lengths, now)
         by_lane: dict[int, list[int]] = {}
-        for k, lane in enumerate(assigned.lane_ids):
+        for k, lane in enumerate(lane_ids):
             by_lane.setdefault(lane, []).append(k)
-        targets, tags = assigned.targets, bytes(assigned.tags)
-        queues, append = group.queues, self.store.append
+        find, append, append_one = group.queues.get, self.store.append, self.store.append_one
+        if len(by_lane) * RUN_PAYS_ITEMS > len(lane_ids):
+            for lane, row in zip(lane_ids, items.rows(), strict=True):
+                append_one(find(lane) or self.queue(group, lane), items.producer, row, now)
+            return
         for lane, members in by_lane.items():
-            # Mostly one item, or a run of a sorted message: then slices, which cost a third.
-            first = members[0]
-            if members[-1] - first == len(members) - 1:
-                at = slice(first, first + len(members))
-                columns = (lengths[at], targets[at], tags[at], numbers[at], payloads[at], gaps[at])
-            else:
-                columns = (
-                    [lengths[k] for k in members],
-                    [targets[k] for k in members],
-                    bytes([tags[k] for k in members]),
-                    [numbers[k] for k in members],
-                    [payloads[k] for k in members],
-                    [gaps[k] for k in members] if gaps else (),
-                )
-            run = Append(*columns[:3], producer.index, *columns[3:])
-            append(queues.get(lane) or self.queue(group, lane), run, now)
+            append(find(lane) or self.queue(group, lane), items.chosen(members), now)
 
     def queue(self, group: Group, lane: int) -> LaneQueue:
         """The queue of a lane, made if need be."""
@@ -507,24 +489,6 @@ class Fabric:
             self.retired_lanes["reused"] += group.lanes.reused_total
             self.retired_lanes["forced"] += group.lanes.forced_total
             self.retired_lanes["crowded"] += group.lanes.crowded_total
-
-    # -- upkeep -------------------------------------------------------------------------------
-
-    def maintain(self, group: Group, now: float) -> None:
-        """Retire the idle lanes of one shape and find the age of its oldest ready item."""
-        if group.lanes is not None:
-            for lane in group.lanes.maintain(now):
-                group.order.quiesce(lane)
-            if len(group.queues) > group.lanes.lanes_active:
-                held = {row.id for row in group.lanes.rows()}
-                for lane in [lane for lane in group.queues if lane not in held]:
-                    del group.queues[lane]
-        times = [
-            t
-            for queue in group.queues.values()
-            if queue.ready_items and (t := self.store.oldest_s(queue)) is not None
-        ]
-        group.oldest_s = min(times, default=None)
 
 
 def _by_owner(owners: Sequence[int], column: Sequence[T]) -> Iterable[tuple[int, Sequence[T]]]:

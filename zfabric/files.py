@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -32,6 +33,7 @@ import xxhash
 
 from zfabric import catalog as catalogs
 from zfabric.diskroom import DiskRoom
+from zfabric.entries import Column
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
 from zfabric.filesegment import FileSegment
@@ -39,7 +41,7 @@ from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
 from zfabric.pins import Hole, Pins
 from zfabric.protocol import NUMBER_MAX
-from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Column, Header
+from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Header
 from zfabric.segments import Segment, Window
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "outbox",
     "quarantine",
 )
+# Empty directories are looked for this often, so many at a time, some 50 us each.
+SWEEP_S, SWEPT_MAX = 5.0, 1_000
 # Directory names longer than this are cut and made unique by a digest.
 NAME_CHARS_MAX = 180
 
@@ -118,6 +122,9 @@ class FileBacking:
         # files of items that have been written, and their bytes
         self.segment_files = 0
         self.segment_bytes = 0
+        # directories that a file was removed from; mostly the lane's next file is soon in there
+        self._left: dict[Path, None] = {}
+        self._next_sweep_s = 0.0
         self.room = DiskRoom(files)
         self.pins = Pins()
 
@@ -267,6 +274,16 @@ class FileBacking:
     def upkeep(self, now: float) -> None:
         """See Backing."""
         self._open_window.holes += self.pins.due(now)
+        if now >= self._next_sweep_s:
+            self._next_sweep_s = now + SWEEP_S
+            self._sweep(SWEPT_MAX)
+
+    def _sweep(self, directories_max: int) -> None:
+        """Remove directories that are still empty, at most so many."""
+        for directory in list(islice(self._left, directories_max)):
+            del self._left[directory]
+            self.files.remove_empty(directory)
+            self.files.remove_empty(directory.parent)
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -351,11 +368,11 @@ class FileBacking:
         while window.unlink:
             file = window.unlink[-1]
             path = file.path
-            self.descriptors.forget(file.header.nonce)
             self.files.unlink(path)
-            self.files.remove_empty(path.parent)
-            self.files.remove_empty(path.parent.parent)
             window.unlink.pop()
+            if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
+                (self.files.let_go or self.files.close)(descriptor)
+            self._left[path.parent] = None
         while window.punches:
             file, begin, end = window.punches.pop()
             if file.header.nonce not in self.catalog.retired:
@@ -419,6 +436,7 @@ class FileBacking:
             window = self.begin({})
             self.sync()
             self.end(window)
+        self._sweep(len(self._left))
         self.window += 1
         self._append_log([catalogs.pack_window(self.window)])
         self.sync()

@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from zfabric.entries import Column, ItemRow, Run
 from zfabric.entryfiles import SegmentFile
 from zfabric.pins import Hole
-from zfabric.segment import DEAD_WORD, Column, Run
-from zfabric.segments import Append, Row
+from zfabric.segment import DEAD_WORD
+from zfabric.segments import LIVE, Append, Row
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
@@ -83,6 +84,18 @@ class FileSegment:
         self.lengths.extend(items.lengths)
         self.states.extend(bytes(len(items.lengths)))
         self.tokens += sum(items.lengths)
+        return size
+
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """See Segment."""
+        if self.cursor == len(self.states):
+            self._oldest = len(self.states), now
+        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
+        length = row[0]
+        size = self.file.append_one(producer, when_us, row)
+        self.lengths.append(length)
+        self.states.append(LIVE)
+        self.tokens += length
         return size
 
     def flush(self) -> int:

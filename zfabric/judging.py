@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zfabric.catalog import Catalog
+from zfabric.entries import Damage, aligned
 from zfabric.entryfiles import SegmentFile
 from zfabric.errors import StorageError
 from zfabric.outbox import Stored, error_payload
@@ -27,9 +28,7 @@ from zfabric.segment import (
     RESULTS,
     TOMBSTONE_WORD,
     VOID_WORD,
-    Damage,
     Header,
-    aligned,
 )
 from zfabric.segments import LIVE, TOMBSTONE
 

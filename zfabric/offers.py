@@ -112,6 +112,10 @@ class Offers:
             owners=columns.owners,
             numbers=columns.numbers,
             lengths=lengths,
+            wire_refs=(
+                packed("Q", columns.nonces),
+                packed("I", [ref & ENTRY_MASK for ref in refs]),
+            ),
             outstanding=set(refs),
             lease_until=now + self._fabric.config.lease_s,
             sent_s=now,
@@ -243,8 +247,7 @@ def _batch_frames(
         Type.BATCH,
         fields,
         [
-            packed("Q", columns.nonces),
-            packed("I", [ref & ENTRY_MASK for ref in batch.refs]),
+            *batch.wire_refs,
             packed("I", lengths),
             packed("I", map(len, columns.payloads)),
             packed("I", index),

@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,10 @@ def descriptor_limit() -> int:
 
 class OsFiles:
     """Files of one directory tree."""
+
+    # What closes the last descriptor of a file that has no name any more, `close` where it is None:
+    # the system gives its blocks back then and waits for writes under way; 8 ms a file were seen.
+    let_go: Callable[[int], object] | None = None
 
     def __init__(self, root: Path) -> None:
         self.root = root

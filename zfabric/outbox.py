@@ -80,12 +80,11 @@ class Outbox:
         They may be beyond `sent`: sent on an earlier connection, acknowledged on this one.
         """
         count = max(0, min(upto, self.last) - self.acked)
-        for _ in range(count):
-            size = len(self._results.popleft().payload)
-            self.payload_bytes -= size
-            self.acked += 1
-            if self.acked <= self.sent:
-                self.bytes_in_flight -= size
+        freed = [self._results.popleft() for _ in range(count)]
+        sizes = [len(result.payload) for result in freed]
+        self.payload_bytes -= sum(sizes)
+        self.bytes_in_flight -= sum(sizes[: max(0, self.sent - self.acked)])
+        self.acked += count
         self.sent = max(self.sent, self.acked)
         return count
 

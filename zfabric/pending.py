@@ -35,6 +35,8 @@ class Batch:
     owners: list[int]
     numbers: list[int]
     lengths: list[int]
+    # (nonces, entries) as they went out
+    wire_refs: tuple[bytes, bytes]
     outstanding: set[int]
     lease_until: float
     sent_s: float

@@ -8,13 +8,14 @@ times seconds on the caller's monotonic clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from zfabric.entries import ItemRow, Run
 from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
-from zfabric.segment import Run
 
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
@@ -22,6 +23,23 @@ if TYPE_CHECKING:
 # A full segment is dropped whole; this many entries keep one live item from pinning much.
 MEMORY_SEGMENT_ITEMS_MAX = 16_384
 LIVE, TOMBSTONE = 0, 1
+
+
+def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+    """`places`, in their order, as runs of neighbours: (first, how many)."""
+    count = len(places)
+    if (
+        count
+        and places[-1] - places[0] == count - 1
+        and places == list(range(places[0], places[-1] + 1))
+    ):
+        return [(places[0], count)]
+    found, start = [], 0
+    for stop in range(1, count + 1):
+        if stop == count or places[stop] != places[stop - 1] + 1:
+            found.append((places[start], stop - start))
+            start = stop
+    return found
 
 
 @dataclass(slots=True)
@@ -40,6 +58,29 @@ class Append:
     payloads: list[bytes]
     # number - the number that went before it, by which a restart knows what is missing
     gaps: Sequence[int] = ()
+
+    def rows(self) -> Iterable[ItemRow]:
+        """(length, target, tag, number, gap, payload) of each."""
+        gaps = self.gaps or repeat(1, len(self.lengths))
+        return zip(
+            self.lengths, self.targets, self.tags, self.numbers, gaps, self.payloads, strict=True
+        )
+
+    def chosen(self, places: list[int]) -> Append:
+        """Those at `places`, which ascend."""
+        first, last = places[0], places[-1]
+        # Mostly a run of a sorted message: then slices, which cost a third.
+        if last - first == len(places) - 1:
+            return self.part(first, last + 1)
+        return Append(
+            [self.lengths[k] for k in places],
+            [self.targets[k] for k in places],
+            bytes([self.tags[k] for k in places]),
+            self.producer,
+            [self.numbers[k] for k in places],
+            [self.payloads[k] for k in places],
+            [self.gaps[k] for k in places] if self.gaps else (),
+        )
 
     def part(self, start: int, stop: int) -> Append:
         """Some of them, in order."""
@@ -87,6 +128,9 @@ class Segment(Protocol):
         Returns the bytes that their payloads take there.
         """
 
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """As `extend`, for an item that comes alone: columns of one cost as much as the item."""
+
     def flush(self) -> int:
         """Store what was taken in; returns how many system calls that took."""
 
@@ -107,6 +151,14 @@ class Segment(Protocol):
 
     def drop(self) -> None:
         """Every entry is over."""
+
+
+def live_from(segment: Segment, items_max: int) -> Sequence[int]:
+    """Up to `items_max` entries that are ready, from the cursor on."""
+    if not segment.done_ahead:
+        return range(segment.cursor, min(segment.cursor + items_max, segment.boundary))
+    ahead = range(segment.cursor, segment.boundary)
+    return list(islice((k for k in ahead if segment.states[k] == LIVE), items_max))
 
 
 @dataclass(slots=True)
@@ -248,6 +300,15 @@ class MemorySegment:
         self.payloads.extend(items.payloads)
         self.states.extend(bytes(len(items.lengths)))
         return sum(map(len, items.payloads))
+
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """See Segment."""
+        length, target, tag, number, _, payload = row
+        self.lengths.append(length)
+        self.meta.extend((number, producer << 32 | target, int(now * 1e6) << 8 | tag))
+        self.payloads.append(payload)
+        self.states.append(LIVE)
+        return len(payload)
 
     def flush(self) -> int:
         """See Segment."""

@@ -20,9 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
+from zfabric.entries import ItemRow
 from zfabric.errors import InvariantError, NoSpace
 from zfabric.queues import Columns, Known, LaneQueue, Take
-from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
+from zfabric.segments import (
+    LIVE,
+    TOMBSTONE,
+    Append,
+    Backing,
+    MemoryBacking,
+    Segment,
+    live_from,
+    runs_of,
+)
 from zfabric.shapes import Shape
 
 ENTRY_BITS = 32
@@ -140,6 +150,20 @@ class Store:
             queue.unpublished = True
             self._dirty.append(queue)
 
+    def append_one(self, queue: LaneQueue, producer: int, row: ItemRow, now: float) -> None:
+        """As `append`, for an item that is alone in its queue's share of a message."""
+        segments = queue.segments
+        segment = segments[-1] if segments else self._new_segment(queue)
+        if len(segment.states) >= self.backing.segment_items_max:
+            segment = self._new_segment(queue)
+        size = segment.extend_one(producer, row, now)
+        self.payload_bytes += size
+        self.unwritten_bytes += size
+        self.items += 1
+        if not queue.unpublished:
+            queue.unpublished = True
+            self._dirty.append(queue)
+
     def _new_segment(self, queue: LaneQueue) -> Segment:
         slot = self._next_slot
         self._next_slot += 1
@@ -220,24 +244,10 @@ class Store:
             room = items_max - len(refs)
             if room <= 0:
                 break
-            self._peek_segment(segment, room, refs, lengths)
+            live, base = live_from(segment, room), segment.slot << ENTRY_BITS
+            refs += [base + entry for entry in live]
+            lengths += [segment.lengths[entry] for entry in live]
         return Take(queue, refs, lengths, returned)
-
-    @staticmethod
-    def _peek_segment(segment: Segment, room: int, refs: list[int], lengths: list[int]) -> None:
-        base = segment.slot << ENTRY_BITS
-        if not segment.done_ahead:
-            stop = min(segment.cursor + room, segment.boundary)
-            refs.extend(range(base + segment.cursor, base + stop))
-            lengths.extend(segment.lengths[segment.cursor : stop])
-            return
-        for entry in range(segment.cursor, segment.boundary):
-            if segment.states[entry] == LIVE:
-                refs.append(base + entry)
-                lengths.append(segment.lengths[entry])
-                room -= 1
-                if not room:
-                    return
 
     def _length(self, ref: int) -> int:
         return self._slots[ref >> ENTRY_BITS].lengths[ref & ENTRY_MASK]
@@ -245,15 +255,15 @@ class Store:
     def longest(self, queue: LaneQueue) -> int:
         """The longest ready item of `queue`, in tokens (0 when it is empty)."""
         if queue.longest_known is None:
-            take = self.peek_all(queue)
-            queue.longest_known = max((self._length(ref) for ref in take), default=0)
+            queue.longest_known = max(map(self._length, self.peek_all(queue)), default=0)
         return queue.longest_known
 
     def peek_all(self, queue: LaneQueue) -> list[int]:
         """References of every ready item of `queue`, in reading order."""
         refs = list(queue.returned or ())
         for segment in queue.segments:
-            self._peek_segment(segment, len(segment.states), refs, [])
+            base = segment.slot << ENTRY_BITS
+            refs += [base + entry for entry in live_from(segment, len(segment.states))]
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -301,18 +311,12 @@ class Store:
 
         Raises InvariantError where a segment is gone.
         """
-        start, count = 0, len(refs)
-        while start < count:
-            first = refs[start]
-            stop = start + 1
-            while stop < count and refs[stop] - first == stop - start:
-                stop += 1
+        for first, count in runs_of(refs):
             segment = self._slots.get(first >> ENTRY_BITS)
             if segment is None:
                 raise InvariantError(f"segment of item {first:#x} is gone")
             entry = first & ENTRY_MASK
-            yield segment, entry, entry + stop - start
-            start = stop
+            yield segment, entry, entry + count
 
     def signature_of(self, slot: int) -> tuple[str, int]:
         """(model, signature) in the header of a segment."""
@@ -402,11 +406,9 @@ class Store:
 
     def charge(self, ref: int, by: int = 1) -> int:
         """Count (or with `by` -1 take back) an attempt of a live item; returns how many it has."""
-        attempts = max(0, self.attempts.get(ref, 0) + by)
-        if attempts:
-            self.attempts[ref] = attempts
-        else:
-            self.attempts.pop(ref, None)
+        attempts = self.attempts[ref] = max(0, self.attempts.get(ref, 0) + by)
+        if not attempts:
+            del self.attempts[ref]
         segment = self._slots.get(ref >> ENTRY_BITS)
         if segment is not None and segment.states[ref & ENTRY_MASK] == LIVE:
             segment.set_attempts(ref & ENTRY_MASK, attempts)

@@ -1,4 +1,4 @@
-"""The two ends of the pipeline benchmark: `python -m zfabric.bench.loads ROLE JSON`, a process each.
+"""Both ends of the pipeline benchmark, a process each: `python -m zfabric.bench.loads ROLE JSON`.
 
 The producer keeps so many items open and submits whenever there is room, through the SDK. A worker
 has the real conversation (`WorkerSession`) on a bare socket: no engine process, it reads every byte
@@ -14,7 +14,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -34,48 +36,70 @@ MODEL = "bench"
 CHUNKS = 256
 
 
-def produce(address: str, size: int, shapes: int, open_items: int, seed: int) -> None:
-    """Keep `open_items` open until SIGTERM; then print the latencies as one JSON line."""
-    ending = threading.Event()
+class Latencies:
+    """Of the last item of each chunk: until it was accepted, until its result was here."""
+
+    def __init__(self) -> None:
+        self.ack_s: list[float] = []
+        self.whole_s: list[float] = []
+        self._submitted: dict[int, float] = {}
+
+    def submitted(self, number: int) -> None:
+        """The item leaves now."""
+        self._submitted[number] = time.monotonic()
+
+    def accepted(self, number: int) -> None:
+        """The broker has it."""
+        began = self._submitted.get(number)
+        if began is not None:
+            self.ack_s.append(time.monotonic() - began)
+
+    def ended(self, arrivals: list[Arrival]) -> None:
+        """Results are here."""
+        now, timed = time.monotonic(), self._submitted
+        for number in {arrival.number for arrival in arrivals} & timed.keys():
+            self.whole_s.append(now - timed.pop(number))
+
+    def begin(self) -> None:
+        """What was measured until now does not count."""
+        self.ack_s.clear()
+        self.whole_s.clear()
+
+
+def produce(
+    address: str, size: int, shapes: int, open_items: int, lengths: str | None, column: str
+) -> None:
+    """Keep `open_items` open until SIGTERM; then print the latencies since SIGUSR1 as JSON."""
+    ending, room, times = threading.Event(), threading.Semaphore(0), Latencies()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
-    room = threading.Semaphore(0)
-    submitted: dict[int, float] = {}
-    ack_s: list[float] = []
-    whole_s: list[float] = []
+    signal.signal(signal.SIGUSR1, lambda *_: times.begin())
 
     def on_results(arrivals: list[Arrival], seq: int) -> None:
-        if not seq:
-            return
-        now = time.monotonic()
-        # One item of each chunk is timed: its last.
-        for number in {arrival.number for arrival in arrivals} & submitted.keys():
-            whole_s.append(now - submitted.pop(number))
-        client.acknowledge(seq)
-        room.release()
+        if seq:
+            times.ended(arrivals)
+            client.acknowledge(seq)
+            room.release()
 
     client = Client(address, name="load", buffer_items=open_items, on_results=on_results)
-    payload = os.urandom(size)
+    payload, drawn = os.urandom(size), cycle(trace(Path(lengths) if lengths else None, column))
     of = [Shape.of(MODEL, str(k)) for k in range(shapes)]
-    lengths = cycle(trace(None, "")[seed:])
     chunks = [
-        [
-            Item(of[(c * CHUNK_ITEMS + k) % shapes], payload, next(lengths))
-            for k in range(CHUNK_ITEMS)
-        ]
-        for c in range(CHUNKS)
+        [Item(of[k % shapes], payload, next(drawn)) for k in range(start, start + CHUNK_ITEMS)]
+        for start in range(0, CHUNKS * CHUNK_ITEMS, CHUNK_ITEMS)
     ]
-    sink = Results()
+    number = client.accepted_upto
     with client.stream():
         for chunk in cycle(chunks):
-            began = time.monotonic()
-            while not ending.is_set() and (accepted := client.enqueue(chunk, sink)) is None:
+            times.submitted(number + len(chunk))
+            while (accepted := client.enqueue(chunk, Results())) is None and not ending.is_set():
                 room.acquire(timeout=0.1)
-                began = time.monotonic()
-            if ending.is_set():
+                times.submitted(number + len(chunk))
+            if accepted is None or ending.is_set():
                 break
-            accepted.add_done_callback(lambda _, t=began: ack_s.append(time.monotonic() - t))
-            submitted[client._session.next_number - 1] = began
-    print(json.dumps({"ack_s": ack_s, "whole_s": whole_s}), flush=True)
+            number += len(chunk)
+            accepted.add_done_callback(lambda _, last=number: times.accepted(last))  # type: ignore[misc]
+    sys.stdout.write(json.dumps({"ack_s": times.ack_s, "whole_s": times.whole_s}) + "\n")
+    sys.stdout.flush()
     client.close()
 
 
@@ -92,13 +116,10 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
     session.open(time.monotonic())
     session.serve(True, {})
     while not ending.is_set():
+        _send(session, socket)
         socket.poll(100)
         now = time.monotonic()
-        for _ in range(64):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while (frames := _received(socket)) is not None:
             session.receive(frames, now)
         session.tick(now)
         while (begun := session.start()) is not None:
@@ -107,12 +128,17 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
             results = [Result("ok", xxhash.xxh3_64_digest(p)) for p in batch.payloads]
             session.report(serial, range(len(results)), results, final=True)
             session.tick(now)
-            _send(session, socket)
-        _send(session, socket)
     session.leave("the benchmark is over")
     _send(session, socket)
     socket.close(500)
     context.term()
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
 
 
 def _send(session: WorkerSession, socket: zmq.Socket[bytes]) -> None:
@@ -120,6 +146,9 @@ def _send(session: WorkerSession, socket: zmq.Socket[bytes]) -> None:
         socket.send_multipart(session.outbound.popleft())
 
 
+ROLES: dict[str, Callable[..., None]] = {"produce": produce, "work": work}
+
+
 if __name__ == "__main__":
     told: dict[str, Any] = json.loads(sys.argv[2])
-    {"produce": produce, "work": work}[sys.argv[1]](**told)
+    ROLES[sys.argv[1]](**told)
