@@ -25,7 +25,7 @@ def test_no_seed_breaks_a_promise() -> None:
     assert not failures, [(o.plan.seed, o.failure) for o in failures[:3]]
 
 
-# What each has found, so that it stays fixed; run as `make sim` runs them, for a seed to mean the same.
+# What each has found, so that it stays fixed; run as `make sim` does, for a seed to mean the same.
 NAMED = {
     39: "charged items lost their separation at a restart",
     828: "a new file whose header was torn in its second copy was set aside as damage",
