@@ -13,10 +13,12 @@ ARGS ?=
 KILLS ?= 200
 # How many seeds `make sim` runs.
 SEEDS ?= 10000
+# Seconds that `make chaos` does each fault.
+S ?= 25
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check soak sim test-torch gpu-check vllm-check clean
+.PHONY: help setup demo test check soak sim chaos test-torch gpu-check vllm-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -49,6 +51,10 @@ soak: $(STAMP) ## a loaded broker killed 200 times (KILLS), and a crash at every
 
 sim: $(STAMP) ## the whole fabric simulated, 10,000 seeds of faults (SEEDS)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+chaos: $(STAMP) ## every fault of docs/chaos.md done to real processes for S seconds each, and to files
+	$(BIN)/zfabric chaos --for $(S)
+	$(BIN)/python -m pytest -q tests/test_crash_points.py tests/test_damage.py tests/test_disk_full.py
 
 # torch is large, and without an index of its own pip takes the one for CUDA: not part of `test`.
 $(TORCH): $(STAMP)

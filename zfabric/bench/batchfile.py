@@ -7,13 +7,11 @@ cards without cost, `zfabric run-batch`. Sizes are bytes, times seconds.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from zfabric.bench.processes import Processes, use
+from zfabric.processes import Processes, use
 
 SAMPLE_S = 0.5
 TENTHS = 10
@@ -44,17 +42,13 @@ def memory(directory: Path, items: int, size: int) -> dict[str, Any]:
     write_input(source, items, size)
     samples: list[tuple[int, int, int]] = []
     with Processes() as processes:
-
-        def start(*words: str) -> subprocess.Popen[str]:
-            return processes.start([sys.executable, "-m", "zfabric", *words])
-
-        broker = start("broker", "--port", "0", "--json", "--data", str(directory / "data"))
+        start = processes.zfabric
+        broker = start("broker", "--port", "0", "--json", "--data", directory / "data")
         address = json.loads(broker.stdout.readline() if broker.stdout else "")["producers"]
         for k in range(WORKERS):
             words = ("worker", "--engine", "sim", "--model", "bench", "--name", f"w{k}")
             start(*words, *CONTRACT, "--broker", address, "--opt", "speed=0")
-        files = ("-i", str(source), "-o", str(output))
-        job = start("run-batch", *files, "--broker", address, "--quiet")
+        job = start("run-batch", "-i", source, "-o", output, "--broker", address, "--quiet")
         began = time.monotonic()
         while job.poll() is None:
             size_now = output.stat().st_size if output.exists() else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -63,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
     if settings.worker.model is None:
         raise ConfigError("say which model this worker serves: --model NAME")
     factory = engine_factory(engine, fabric.engine_options(args, engine, 1))
+    from zfabric.cli.worklog import to_standard_error
     from zfabric.worker import Worker
+    from zfabric.worklog import say
 
+    logger = logging.getLogger("zfabric.worker")
     worker = Worker(
         factory,
         broker=settings.client.broker,
@@ -84,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    common.say(
-        f"zfabric: worker for {common.clean(settings.worker.model)} with engine {engine}, "
-        f"broker {settings.client.broker}"
-    )
-    worker.run()
+    text = f"serves {settings.worker.model} with engine {engine}, broker {settings.client.broker}"
+    with to_standard_error(settings.worker.log):
+        say(logger, "worker_started", text, worker=worker.name, engine=engine)
+        worker.run()
+        say(logger, "worker_ended", "has ended", worker=worker.name)
     if signal.SIGINT in signals:
         return 130
     return 143 if len(signals) > 1 else 0
