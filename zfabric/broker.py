@@ -1,5 +1,7 @@
 """The broker: three sockets, one poll, one clock. The only loop, and the only code that sends.
 
+With keys (`zap`) a fourth socket answers who may connect.
+
 A turn of the loop: receive what is there, give the dispatcher the time, publish and acknowledge
 what was stored, send what it left, hand out batches for at most one slice, publish statistics.
 Every part of a turn is bounded, so that heartbeats are served whatever the load. Nothing is decided
@@ -25,9 +27,10 @@ import msgpack
 import zmq
 
 from zfabric import snapshot
-from zfabric.addresses import format_address, is_loopback
+from zfabric.access import PRODUCERS, STATS, WORKERS
+from zfabric.addresses import format_address
 from zfabric.config import BrokerConfig
-from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
+from zfabric.dispatcher import Dispatcher
 from zfabric.errors import ConfigError, NoSpace
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
@@ -36,6 +39,7 @@ from zfabric.publishing import Publishing
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
 from zfabric.store import Store
+from zfabric.zap import Authenticator, receive
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
 SEND_HWM = 128
@@ -82,8 +86,6 @@ class Broker:
         *,
         rebuild_catalog: bool = False,
     ) -> None:
-        if not config.insecure and not is_loopback(config.bind):
-            raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
         self.recovered: Recovered | None = None
         backing: FileBacking | None = None
@@ -108,11 +110,13 @@ class Broker:
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
         self._context = zmq.Context()
+        self._poller = zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._stats: zmq.Socket[bytes] | None = None
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
         self._drain_asked = threading.Event()
         self._stop_asked = threading.Event()
+        self._reload_asked = threading.Event()
         self.publishing = Publishing(self.dispatcher, config.hz)
         self._questions: deque[Future[dict[str, Any]]] = deque()
         self._slices = [0] * (len(SLICE_BOUNDS_S) + 1)
@@ -122,16 +126,23 @@ class Broker:
         self._more_offers = False
         self._turn_started_s: float | None = None
         self._waited_s = 0.0
+        self.door: Authenticator | None = None
+        if config.keys is not None:
+            try:
+                self.door = Authenticator(self._context, Path(config.keys), self.dispatcher.gate)
+            except ConfigError:
+                self.close()
+                raise
 
     # -- life ---------------------------------------------------------------------------------
 
     def bind(self) -> Endpoints:
         """Bind the three sockets. Raises ConfigError where an address cannot be had."""
-        wanted = dict(zip((PRODUCERS, WORKERS, "stats"), self.config.ports, strict=True))
+        wanted = dict(zip((PRODUCERS, WORKERS, STATS), self.config.ports, strict=True))
         bound: dict[str, str] = {}
         try:
             for name, port in wanted.items():
-                socket = self._make(zmq.XPUB if name == "stats" else zmq.ROUTER)
+                socket = self._make(name)
                 address = format_address(self.config.bind, port)
                 try:
                     socket.bind(address if port else address.rsplit(":", 1)[0] + ":*")
@@ -142,20 +153,23 @@ class Broker:
                         "broker running there? --port 0 takes free ports"
                     ) from None
                 bound[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                if name == "stats":
-                    self._stats = socket
+                if name == STATS:
+                    self._stats, self._stats_at = socket, bound[name]
                 else:
                     self._sockets[name] = socket
         except ConfigError:
             self.close()
             raise
         port_of = {name: int(address.rsplit(":", 1)[1]) for name, address in bound.items()}
-        self.dispatcher.ports = {"worker_port": port_of[WORKERS], "stats_port": port_of["stats"]}
-        return Endpoints(bound[PRODUCERS], bound[WORKERS], bound["stats"])
+        self.dispatcher.ports = {"worker_port": port_of[WORKERS], "stats_port": port_of[STATS]}
+        return Endpoints(bound[PRODUCERS], bound[WORKERS], bound[STATS])
 
-    def _make(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        if kind == zmq.ROUTER:
+    def _make(self, name: str) -> zmq.Socket[bytes]:
+        routed = name != STATS
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if routed else zmq.XPUB)
+        if self.door is not None:
+            self.door.secure(socket, name)
+        if routed:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, self.config.payload_bytes_max + FRAME_SLACK_BYTES)
         else:
@@ -185,11 +199,18 @@ class Broker:
         """Ask for an end now; safe from any thread and from a signal handler."""
         self._stop_asked.set()
 
+    def reload(self) -> None:
+        """Look at the list of keys now; safe from any thread and from a signal handler."""
+        self._reload_asked.set()
+        self._wake()
+
     def close(self) -> None:
         """Close every socket; what was not sent is dropped."""
         for socket in (*self._sockets.values(), self._stats):
             if socket is not None and not socket.closed:
                 socket.close(0)
+        if self.door is not None:
+            self.door.close()
         self._context.term()
         self._syncer.shutdown()
         self._wake_r.close()
@@ -198,17 +219,16 @@ class Broker:
 
     def run(self) -> None:
         """Serve until drained or stopped. Raises InvariantError where going on would harm."""
-        poller = zmq.Poller()
-        for socket in self._sockets.values():
-            poller.register(socket, zmq.POLLIN)
-        if self._stats is not None:
-            poller.register(self._stats, zmq.POLLIN)
-        poller.register(self._wake_r.fileno(), zmq.POLLIN)
+        polled = [*self._sockets.values(), self._stats, self.door and self.door.waits_on]
+        for socket in polled:
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
         try:
-            self._serve(poller, until=lambda: self.dispatcher.drained(time.monotonic()))
+            self._serve(until=lambda: self.dispatcher.drained(time.monotonic()))
             self.dispatcher.farewell("the broker ends")
             ends_s = time.monotonic() + FAREWELL_S
-            self._serve(poller, until=lambda: time.monotonic() >= ends_s)
+            self._serve(until=lambda: time.monotonic() >= ends_s)
             if not self._stop_asked.is_set():
                 self._seal()
         finally:
@@ -222,10 +242,10 @@ class Broker:
         with contextlib.suppress(NoSpace):
             self._backing.seal()
 
-    def _serve(self, poller: zmq.Poller, until: Callable[[], bool]) -> None:
+    def _serve(self, until: Callable[[], bool]) -> None:
         while not (self._stop_asked.is_set() or until()):
             self._waited_s = self._wait_s(time.monotonic())
-            ready = dict(poller.poll(math.ceil(self._waited_s * 1000)))
+            ready = dict(self._poller.poll(math.ceil(self._waited_s * 1000)))
             if self._wake_r.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     while self._wake_r.recv(64):
@@ -258,6 +278,8 @@ class Broker:
         if self._drain_asked.is_set():
             self.dispatcher.drain(now)
         self._end_sync()
+        if self.door is not None:
+            self._mind_door(self.door, now)
         drained = self._receive(now)
         now = time.monotonic()
         self.dispatcher.tick(now, time.time(), drained=drained)
@@ -299,17 +321,48 @@ class Broker:
                 continue
             until = started_s + RECEIVE_SLICE_S
             while True:
+                key = None
                 try:
-                    routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                    if self.door is None:
+                        routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                    else:
+                        key, routing_id, frames = receive(socket)
                 except zmq.Again:
                     break
                 now = time.monotonic()
-                self.dispatcher.receive(endpoint, routing_id, frames, now)
+                self.dispatcher.receive(endpoint, routing_id, frames, now, key)
                 if now > until:
                     drained = False
                     break
             started_s = time.monotonic()
         return drained
+
+    def _mind_door(self, door: Authenticator, now: float) -> None:
+        """Let in who may come in, and turn out whose key has ended."""
+        door.turn(now)
+        ended = door.look(now, at_once=self._reload_asked.is_set())
+        self._reload_asked.clear()
+        if ended:
+            self.dispatcher.turn_out(ended, now)
+            # A subscriber only listens, so nothing of it could be refused: all of them come anew.
+            if self._stats is not None:
+                self._poller.unregister(self._stats)
+                self._stats.close(0)
+                self._stats = None
+        if self._stats is None:
+            self._bind_stats_again()
+
+    def _bind_stats_again(self) -> None:
+        """At the same place; while the former socket holds it, the next turn tries again."""
+        socket = self._make(STATS)
+        try:
+            socket.bind(self._stats_at)
+        except zmq.ZMQError:
+            socket.close(0)
+            return
+        self._stats = socket
+        self.publishing.nobody_watches()
+        self._poller.register(socket, zmq.POLLIN)
 
     def _send_outgoing(self, now: float) -> None:
         for address in list(self._stalled):

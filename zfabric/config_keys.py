@@ -18,7 +18,11 @@ from zfabric.errors import ConfigError
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "ZFABRIC_"
-ADDRESS_VARIABLE = "ZFABRIC_BROKER"
+# Where a client finds its broker and its key: no name of a key of a section can be these.
+SHORT_VARIABLES = {
+    "client.broker": "ZFABRIC_BROKER", "client.key": "ZFABRIC_KEY",
+    "client.server_key": "ZFABRIC_SERVER_KEY",
+}  # fmt: skip
 # Largest count or byte size that a key may hold: exact in a float and in JSON of every reader.
 COUNT_MAX = 2**53 - 1
 SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -85,8 +89,8 @@ class Key:
     @property
     def env_name(self) -> str:
         """The variable that sets it."""
-        if self.full_name == "client.broker":
-            return ADDRESS_VARIABLE
+        if self.full_name in SHORT_VARIABLES:
+            return SHORT_VARIABLES[self.full_name]
         return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
 
     @property

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from zfabric.claims import Claims
 from zfabric.config import BrokerConfig
 from zfabric.deadletters import DeadLetters, DeadRecord
 from zfabric.diagnosis import Diagnosis
@@ -55,6 +56,7 @@ class Fabric:
         self.producers: list[Producer | None] = []
         self.producer_index: dict[str, int] = {}
         self.workers: dict[str, Worker] = {}
+        self.claims = Claims(store.backing.record)
         self.flow = Flow()
         self.waste = Waste()
         self.dead = DeadLetters(store.backing)
@@ -179,6 +181,7 @@ class Fabric:
         self.producers[producer.index] = None
         self.store.backing.record(t="forget", i=producer.index)
         self.producer_index.pop(producer.name, None)
+        self.claims.drop("producer", producer.name)
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:

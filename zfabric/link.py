@@ -16,8 +16,9 @@ from collections.abc import Callable
 import zmq
 
 from zfabric.errors import PeerError
+from zfabric.keys import ClientKey
 from zfabric.session import News, Session
-from zfabric.transport import connect_dealer
+from zfabric.transport import Handshakes, Trouble, connect_dealer
 
 # A thread that was this much later than it meant to be was stopped; the broker is not to blame.
 LATE_S = 1.0
@@ -39,9 +40,13 @@ class Link:
         lock: threading.RLock,
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
+        key: ClientKey | None = None,
     ) -> None:
         self.address = address
         self.reconnects = 0
+        # what speaks against a connection, where something does
+        self.trouble: Trouble | None = None
+        self._key = key
         self._session = session
         self._lock = lock
         self._on_news = on_news
@@ -76,14 +81,17 @@ class Link:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = connect_dealer(context, self.address)
+        socket, handshakes = connect_dealer(context, self.address, self._key)
         with self._lock:
             self._session.open(time.monotonic())
         try:
             while not self._closing:
-                if self._step(socket):
+                again = self._step(socket)
+                self._judge(handshakes)
+                if again:
                     socket.close(0)
-                    socket = connect_dealer(context, self.address)
+                    handshakes.close()
+                    socket, handshakes = connect_dealer(context, self.address, self._key)
                     with self._lock:
                         self.reconnects += 1
                         self._session.open(time.monotonic())
@@ -91,11 +99,21 @@ class Link:
                 self._session.leave()
                 self._send(socket)
         finally:
+            handshakes.close()
             socket.close(FAREWELL_MS)
             context.term()
             self._on_end()
             self._wake_r.close()
             self._wake_w.close()
+
+    def _judge(self, handshakes: Handshakes) -> None:
+        """Give up a connection that no further attempt can make."""
+        with self._lock:
+            self.trouble = None
+            if self._session.state == "greeting":
+                self.trouble = handshakes.trouble(self._key)
+            if self.trouble is not None and self.trouble.code is not None:
+                self._on_news(News(fatal=(self.trouble.code, self.trouble.text)))
 
     def _step(self, socket: zmq.Socket[bytes]) -> bool:
         """One turn; returns whether a new socket is needed."""

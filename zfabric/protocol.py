@@ -270,6 +270,7 @@ FROM_BROKER: dict[Type, Spec] = {
             "heartbeat_s": _anything,
             "lease_s": _anything,
             "release": _text(64),
+            "role": _text(16),
         },
     ),
     Type.ACCEPTED: Spec({"upto": _u63}, {"code": _text(64), "text": _remark, "from": _u63}),

@@ -37,6 +37,7 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     """Enter `found` into an empty fabric whose store rests on `backing`."""
     known = backing.catalog
     fabric.restored(known.next_producer, known.next_dead, known.retries)
+    fabric.claims.restore(known.claims)
     for producer in found.producers.values():
         _restore_producer(fabric, producer, now)
     lanes: dict[tuple[str, int, int], _Lane] = {}
