@@ -202,7 +202,7 @@ def test_template_sets_nothing_until_a_comment_is_taken_away(places: tuple[Path,
 
 
 def test_show_has_every_key_and_its_origin(places: tuple[Path, Path]) -> None:
-    rows = config.show(load(places, ZFABRIC_BROKER_HZ="2"))
+    rows = config_text.show(load(places, ZFABRIC_BROKER_HZ="2"))
     assert [row[0] for row in rows] == list(KEYS.values())
     assert (KEYS["broker.hz"], 2.0, "env ZFABRIC_BROKER_HZ") in rows
     assert (KEYS["broker.data"], None, "default") in rows

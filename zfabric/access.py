@@ -50,7 +50,7 @@ REASONS: Mapping[str, str] = {
     NOT_ALLOWED: "the role of the key does not let it do this",
     NAME_OF_ANOTHER: "another user claimed the name first",
     SERVER_KEY_WRONG: "the peer takes this broker for another one",
-    HANDSHAKE: "what connected does not speak the protocol",
+    HANDSHAKE: "what connected went away, or spoke otherwise, before it said who it is",
 }
 # The same as codes of ERROR, where it is told to the peer; another attempt cures none of them.
 REFUSAL_CODES = frozenset({KEY_UNKNOWN, KEY_REVOKED, NOT_ALLOWED, NAME_OF_ANOTHER})

@@ -116,7 +116,6 @@ class Broker:
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
         self._drain_asked = threading.Event()
         self._stop_asked = threading.Event()
-        self._reload_asked = threading.Event()
         self.publishing = Publishing(self.dispatcher, config.hz)
         self._questions: deque[Future[dict[str, Any]]] = deque()
         self._slices = [0] * (len(SLICE_BOUNDS_S) + 1)
@@ -127,9 +126,10 @@ class Broker:
         self._turn_started_s: float | None = None
         self._waited_s = 0.0
         self.door: Authenticator | None = None
-        if config.keys is not None:
+        if config.keys_directory is not None:
             try:
-                self.door = Authenticator(self._context, Path(config.keys), self.dispatcher.gate)
+                gate = self.dispatcher.gate
+                self.door = Authenticator(self._context, config.keys_directory, gate)
             except ConfigError:
                 self.close()
                 raise
@@ -198,11 +198,6 @@ class Broker:
     def stop(self) -> None:
         """Ask for an end now; safe from any thread and from a signal handler."""
         self._stop_asked.set()
-
-    def reload(self) -> None:
-        """Look at the list of keys now; safe from any thread and from a signal handler."""
-        self._reload_asked.set()
-        self._wake()
 
     def close(self) -> None:
         """Close every socket; what was not sent is dropped."""
@@ -340,8 +335,7 @@ class Broker:
     def _mind_door(self, door: Authenticator, now: float) -> None:
         """Let in who may come in, and turn out whose key has ended."""
         door.turn(now)
-        ended = door.look(now, at_once=self._reload_asked.is_set())
-        self._reload_asked.clear()
+        ended = door.look(now)
         if ended:
             self.dispatcher.turn_out(ended, now)
             # A subscriber only listens, so nothing of it could be refused: all of them come anew.

@@ -37,6 +37,7 @@ class Client(Connection):
     Raises, when made: ConnectError if no broker answers within `timeout_s`, NameInUse if another
     live client holds the name, VersionMismatch if the broker speaks another protocol version.
     `key` is the file of the key to connect with (ZFABRIC_KEY); NotAllowed says that it is refused.
+    Without `patient` a broker that is not there yet is not waited for.
     `buffer_items` bounds the items that are open (submitted, no result yet) at any time.
 
     Leaving `with Client(...)` waits until every submitted item has its result, however long that
@@ -54,6 +55,7 @@ class Client(Connection):
         buffer_items: int = 1_000_000,
         role: str = "producer",
         key: Key = None,
+        patient: bool = True,
         on_results: Callable[[list[Arrival], int], None] | None = None,
     ) -> None:
         self.buffer_items = buffer_items
@@ -65,7 +67,9 @@ class Client(Connection):
         self._unclaimed: OrderedDict[int, Result] = OrderedDict()
         self._last_seq = 0
         self._streams = 0
-        super().__init__(broker, name=name, timeout_s=timeout_s, role=role, key=key)
+        super().__init__(
+            broker, name=name, timeout_s=timeout_s, role=role, key=key, patient=patient
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfabric.addresses import PORT_MAX, format_address, is_loopback, parse_address
-from zfabric.config_keys import ENV_PREFIX, GIB, MIB, Key, count_row, key_row, port_row
+from zfabric.config_keys import ENV_PREFIX, GIB, MIB, NO_KEY, Key, count_row, key_row, port_row
 from zfabric.errors import ConfigError
 from zfabric.shapes import BATCH_ITEMS_MAX, TOKENS_MAX, Contract, check_name
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEYS", "BrokerConfig", "ClientConfig", "Config", "Key", "WorkerConfig", "add_flags",
-    "flags_of", "format_address", "is_loopback", "load", "parse_address", "show",
+    "flags_of", "format_address", "is_loopback", "load", "parse_address"
 ]  # fmt: skip
 
 FILE_NAME = "zfabric.toml"
@@ -57,7 +57,8 @@ class BrokerConfig:
     stats_port: int | None = port_row(None, "port of the statistics feed; port + 2 when not set")
     keys: str | None = key_row(
         None,
-        "directory of keys; without it anyone who reaches the ports may connect",
+        "directory of keys, see `zfabric keys`; without it, or with none, anyone who reaches the "
+        "ports may connect",
         metavar="DIRECTORY",
     )
     insecure: bool = key_row(False, "allow a bind that is not loopback, without keys")
@@ -146,8 +147,19 @@ class BrokerConfig:
     metrics_port: int | None = port_row(
         None, "port of Prometheus metrics at the bound address; none when not set"
     )
+    metrics_bind: str | None = key_row(
+        None,
+        "address of the metrics, which ask for no key; the bound one when not set, loopback with "
+        "keys",
+        metavar="ADDRESS",
+    )
     log: str = key_row(
         "text", "events on standard error, as lines of", choices=("text", "json", "off")
+    )
+    log_file: str | None = key_row(
+        None,
+        "file to log into, opened anew when it was moved away; standard error when not set",
+        metavar="FILE",
     )
     record: str | None = key_row(
         None, "file to record into, for `zfabric top --replay`", metavar="FILE"
@@ -161,7 +173,7 @@ class BrokerConfig:
 
     def __post_init__(self) -> None:
         _check_section("broker", self)
-        if self.keys is None and not self.insecure and not is_loopback(self.bind):
+        if self.keys_directory is None and not self.insecure and not is_loopback(self.bind):
             raise ConfigError(
                 f"broker.bind {self.bind!r} is not a loopback address, and without keys anyone who "
                 "reaches the port could read and submit work: make keys with `zfabric keys make` "
@@ -192,6 +204,16 @@ class BrokerConfig:
             )
         if len(set(taken)) < len(taken):
             raise ConfigError(f"broker ports must differ: producers, consumers, stats {self.ports}")
+
+    @property
+    def keys_directory(self) -> Path | None:
+        """Where the keys are; None is without keys."""
+        return None if self.keys in (None, NO_KEY) else Path(str(self.keys))
+
+    @property
+    def metrics_at(self) -> str:
+        """The address of the metrics."""
+        return self.metrics_bind or (self.bind if self.keys_directory is None else "127.0.0.1")
 
     @property
     def ports(self) -> tuple[int, int, int]:
@@ -380,14 +402,6 @@ def flags_of(namespace: argparse.Namespace) -> dict[str, object]:
     """The flags given on the command line, as `load` takes them."""
     given = vars(namespace)
     return {name: given[k.dest] for name, k in KEYS.items() if given.get(k.dest) is not None}
-
-
-def show(config: Config) -> list[tuple[Key, Any, str]]:
-    """Rows (key, value, origin) for `zfabric config show`, in the table's order."""
-    return [
-        (key, getattr(getattr(config, key.section), key.name), config.origins[name])
-        for name, key in KEYS.items()
-    ]
 
 
 def _following(port: int, step: int, given: int | None) -> int:

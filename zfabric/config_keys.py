@@ -27,6 +27,8 @@ SHORT_VARIABLES = {
 COUNT_MAX = 2**53 - 1
 SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 SIZE_UNITS = {"b": 1, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+# In place of a file or a directory of keys: without one, whatever is said elsewhere.
+NO_KEY = "none"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 METAVARS = {"s": "S", "ms": "MS", "Hz": "HZ", "bytes": "SIZE"}

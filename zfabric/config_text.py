@@ -1,10 +1,20 @@
-"""The configuration as a file to begin with: every key at its default, said in words."""
+"""The configuration as text: what is set and from where, and a file to begin with."""
 
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
-from zfabric.config import KEYS, SECTIONS
+from zfabric.config import KEYS, SECTIONS, Config
+from zfabric.config_keys import Key
+
+
+def show(config: Config) -> list[tuple[Key, Any, str]]:
+    """Rows (key, value, origin) for `zfabric config show`, in the table's order."""
+    return [
+        (key, getattr(getattr(config, key.section), key.name), config.origins[name])
+        for name, key in KEYS.items()
+    ]
 
 
 def template() -> str:

@@ -25,7 +25,7 @@ from zfabric.errors import (
     VersionMismatch,
 )
 from zfabric.keys import ClientKey, client_key
-from zfabric.link import Link
+from zfabric.link import UNREACHED, Link
 from zfabric.session import News, Session
 from zfabric.shapes import check_name
 
@@ -45,6 +45,7 @@ class Connection(ABC):
         timeout_s: float,
         role: str,
         key: Key = None,
+        patient: bool = True,
     ) -> None:
         host, port = parse_address(broker or os.environ.get("ZFABRIC_BROKER") or DEFAULT_BROKER)
         self.address = format_address(host, port)
@@ -57,7 +58,15 @@ class Connection(ABC):
         self._replies: dict[int, Future[Any]] = {}
         self._failure: FabricError | None = None
         self._closing = False
-        self._link = Link(self.address, self._session, self._lock, self._act, self._ended, self.key)
+        self._link = Link(
+            self.address,
+            self._session,
+            self._lock,
+            self._act,
+            self._ended,
+            self.key,
+            patient=patient,
+        )
         self._link.start()
         self._await_welcome(timeout_s)
 
@@ -88,10 +97,7 @@ class Connection(ABC):
             raise ConnectError(
                 f"no connection to {self.address} for {timeout_s:g} s: {trouble.text}"
             )
-        raise ConnectError(
-            f"no broker answered at {self.address} within {timeout_s:g} s; start one with "
-            "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
-        )
+        raise ConnectError(_unanswered(self.address, f" within {timeout_s:g} s"))
 
     @property
     def forked(self) -> bool:
@@ -181,7 +187,7 @@ class Connection(ABC):
         """What ends the connection, or keeps it from being made."""
         if news.fatal is not None:
             code, text = news.fatal
-            self._fail(_failure(code, f"{self.address}: {code}: {text}"))
+            self._fail(_failure(code, f"{self.address}: {code}: {text}", self.address))
         for code, text in news.errors:
             if code == "name_in_use":
                 self._session.last_refusal = (code, text)
@@ -208,8 +214,17 @@ def server_key() -> str | None:
     return os.environ.get("ZFABRIC_SERVER_KEY") or None
 
 
-def _failure(code: str, text: str) -> FabricError:
+def _unanswered(address: str, when: str) -> str:
+    return (
+        f"no broker answered at {address}{when}; start one with `zfabric broker`, or name another "
+        "with --broker or ZFABRIC_BROKER"
+    )
+
+
+def _failure(code: str, text: str, address: str) -> FabricError:
     """What an error that no further attempt can cure is to a caller."""
+    if code == UNREACHED:
+        return ConnectError(_unanswered(address, ""))
     if code in REASONS:
         return NotAllowed(text)
     return VersionMismatch(text) if code == "version_mismatch" else ProtocolError(text)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from zfabric.access import KEY_ROLES, Grant
+from zfabric.config_keys import NO_KEY
 from zfabric.errors import ConfigError
 
 SERVER_FILE, CLIENTS_FILE, LOCK_FILE = "server.key", "clients.toml", ".lock"
@@ -41,8 +42,6 @@ Z85_ALPHABET = frozenset(
 # Far more than anybody makes; some 200 bytes each, read again at every change.
 CLIENTS_MAX = 10_000
 FILE_BYTES_MAX = 4 * 1024 * 1024
-# In place of a file's name: without a key, whatever is configured elsewhere.
-NO_KEY = "none"
 
 
 @dataclass(frozen=True, slots=True)

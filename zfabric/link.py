@@ -26,6 +26,8 @@ LATE_S = 1.0
 TICK_S = 0.5
 # Messages taken in one turn, so that heartbeats are sent whatever comes in.
 RECEIVE_MESSAGES_MAX = 256
+# The code of what a link that is not patient says where nothing listens.
+UNREACHED = "unreached"
 # How long a farewell may take to leave.
 FAREWELL_MS = 500
 
@@ -41,12 +43,15 @@ class Link:
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
         key: ClientKey | None = None,
+        *,
+        patient: bool = True,
     ) -> None:
         self.address = address
         self.reconnects = 0
         # what speaks against a connection, where something does
         self.trouble: Trouble | None = None
         self._key = key
+        self._patient = patient
         self._session = session
         self._lock = lock
         self._on_news = on_news
@@ -112,6 +117,8 @@ class Link:
             self.trouble = None
             if self._session.state == "greeting":
                 self.trouble = handshakes.trouble(self._key)
+            if handshakes.unreached and not self._patient:
+                self._on_news(News(fatal=(UNREACHED, "nothing listens there")))
             if self.trouble is not None and self.trouble.code is not None:
                 self._on_news(News(fatal=(self.trouble.code, self.trouble.text)))
 

@@ -27,6 +27,7 @@ FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+LIFE = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 # Addresses of monitors: the number makes them differ within a process.
 _numbers = itertools.count(1)
 
@@ -45,11 +46,14 @@ class Handshakes:
 
     def __init__(self, context: zmq.Context[Socket], socket: Socket) -> None:
         address = f"inproc://zfabric-client-{next(_numbers)}"
-        socket.monitor(address, FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.monitor(address, FAILURES | LIFE)
         self._monitor: Socket = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(address)
         self._failed = False
+        self._connected = False
+        # an attempt ended before there was a connection: nothing listens there, or not yet
+        self.unreached = False
         self._refused = False
         self._mismatched = False
 
@@ -60,7 +64,11 @@ class Handshakes:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self._failed = event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event["event"] == zmq.EVENT_CLOSED:
+                self.unreached = self.unreached or not self._connected
+                continue
+            self._connected, self.unreached = True, False
+            self._failed = bool(event["event"] & FAILURES)
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = self._refused or event["value"] == REFUSED_STATUS
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -33,6 +33,8 @@ FAILURES_MAX = 1_024
 LOOK_S = 0.5
 # Values of ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL: <zmq.h>, ZMQ_PROTOCOL_ERROR_ZMTP_*.
 CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
+# A peer without a key may see that one is asked for before this side does, and go: no detail then.
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 REASON_OF = {
     CRYPTOGRAPHIC: access.SERVER_KEY_WRONG,
     MECHANISM_MISMATCH: access.KEY_MISSING,
@@ -70,7 +72,7 @@ class Authenticator:
         if former is not None:
             former.close(0)
         address = f"inproc://zfabric-handshakes-{next(_numbers)}"
-        socket.monitor(address, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        socket.monitor(address, FAILURES)
         monitor: Socket = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(address)
@@ -101,15 +103,16 @@ class Authenticator:
                     event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     break
-                reason = REASON_OF.get(event["value"], access.HANDSHAKE)
+                detailed = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                reason = REASON_OF.get(event["value"] if detailed else 0, access.HANDSHAKE)
                 self._gate.turned_away(reason, f"{access.REASONS[reason]}, at {endpoint}", now)
 
-    def look(self, now: float, *, at_once: bool = False) -> set[str]:
+    def look(self, now: float) -> set[str]:
         """Read the list of keys where it has changed; returns keys that count no more.
 
         A list that cannot be read changes nothing, and is said once.
         """
-        if now < self._next_look_s and not at_once:
+        if now < self._next_look_s:
             return set()
         self._next_look_s = now + LOOK_S
         stamp = self._ring.stamp()

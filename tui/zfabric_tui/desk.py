@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from zfabric.addresses import format_address, parse_address
 from zfabric.client import Client
+from zfabric.connection import Key
 
 
 class Desk(Protocol):
@@ -27,13 +28,14 @@ class Desk(Protocol):
 class BrokerDesk:
     """A desk at a broker's address."""
 
-    def __init__(self, broker: str, timeout_s: float) -> None:
+    def __init__(self, broker: str, timeout_s: float, key: Key = None) -> None:
         self._broker = broker
+        self._key = key
         self._timeout_s = timeout_s
 
     def ask(self, op: str, **args: Any) -> Any:
         """See Desk."""
-        client = Client(self._broker, role="operator", timeout_s=self._timeout_s)
+        client = Client(self._broker, role="operator", timeout_s=self._timeout_s, key=self._key)
         try:
             return client.request(op, self._timeout_s, **args)
         finally:
@@ -41,7 +43,7 @@ class BrokerDesk:
 
     def stats_address(self) -> str:
         """See Desk."""
-        client = Client(self._broker, role="operator", timeout_s=self._timeout_s)
+        client = Client(self._broker, role="operator", timeout_s=self._timeout_s, key=self._key)
         try:
             host, _ = parse_address(client.address)
             return format_address(host, client.welcome["stats_port"])

@@ -23,6 +23,7 @@ from zfabric.cli import (
     demo,
     doctor,
     explain,
+    keys,
     look,
     operate,
     segments,
@@ -36,6 +37,7 @@ from zfabric.errors import (
     ConnectError,
     InvariantError,
     NameInUse,
+    NotAllowed,
     ProtocolError,
     TimeoutExpired,
 )
@@ -44,7 +46,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3,
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
 GROUPS = (
-    demo, broker, worker, batch, top, look, explain, operate, segments, bench, config, doctor,
+    demo, broker, worker, batch, top, look, explain, operate, keys, segments, bench, config, doctor,
     setup,
 )  # fmt: skip
 
@@ -107,7 +109,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def exit_code(error: Exception) -> int:
     """What an error that ended a command means to a script."""
-    if isinstance(error, ConfigError | NameInUse | common.OutputError):
+    if isinstance(error, ConfigError | NameInUse | NotAllowed | common.OutputError):
         return EXIT_USAGE
     if isinstance(error, TimeoutExpired):
         return EXIT_TIMEOUT

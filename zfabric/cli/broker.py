@@ -92,22 +92,25 @@ def _watched(broker: Broker, stats: str, settings: BrokerConfig) -> Iterator[str
         if settings.log != "off":
             from zfabric.logs import EventLog
 
-            log = EventLog(settings.log)
+            log = EventLog(
+                settings.log, None if settings.log_file is None else Path(settings.log_file)
+            )
             stack.callback(log.close)
             broker.on_event = log.write
         if settings.metrics_port is not None:
             from zfabric import metrics
 
             port, end = metrics.serve(
-                settings.bind, settings.metrics_port, lambda: broker.ask(SCRAPE_S)
+                settings.metrics_at, settings.metrics_port, lambda: broker.ask(SCRAPE_S)
             )
             stack.callback(end)
-            host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
-            address = f"http://{host}:{port}/metrics"
+            at = settings.metrics_at
+            address = f"http://{f'[{at}]' if ':' in at else at}:{port}/metrics"
         if settings.record is not None:
             from zfabric_tui.recorder import Headless
 
-            recorder = Headless(stats, Path(settings.record), settings.record_mib)
+            key = None if broker.door is None else broker.door.own_key()
+            recorder = Headless(stats, Path(settings.record), settings.record_mib, key)
             stack.callback(_end_recording, recorder)
         yield address
 

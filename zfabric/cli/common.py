@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zfabric import config as configuration
+from zfabric.config_keys import NO_KEY
 from zfabric.errors import ConfigError, ConnectError, FabricError
 
 if TYPE_CHECKING:
     from zfabric.client import Client
+    from zfabric.keys import ClientKey
 
 Commands = Any
 # A cell longer than this would push the others off the screen.
@@ -101,14 +103,33 @@ def connect(settings: configuration.ClientConfig) -> Client:
     """An operator's connection. Raises ConnectError: at once where nothing listens."""
     from zfabric.client import Client
 
+    key = key_of(settings)
     try:
-        socket.create_connection(settings.address, timeout=settings.timeout_s).close()
+        if key == NO_KEY:
+            socket.create_connection(settings.address, timeout=settings.timeout_s).close()
+        else:
+            # A broker with keys counts who connects and says nothing: it is only looked up here.
+            socket.getaddrinfo(*settings.address)
     except OSError as error:
         raise ConnectError(
             f"no broker answered at {settings.broker}: {error.strerror or error}; start one with "
             "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
         ) from None
-    return Client(settings.broker, role="operator", timeout_s=settings.timeout_s)
+    timeout_s = settings.timeout_s
+    return Client(settings.broker, role="operator", timeout_s=timeout_s, key=key, patient=False)
+
+
+def key_of(settings: configuration.ClientConfig) -> ClientKey | str:
+    """The key to connect with, as the SDK takes it. Raises ConfigError for one of no use."""
+    from zfabric.keys import client_key
+
+    # What the environment says is in the settings already; nothing else is to be looked at.
+    return client_key(settings.key, settings.server_key) or NO_KEY
+
+
+def without_keys() -> None:
+    """From now on brokers and clients of this process, and those it starts, use no keys."""
+    os.environ.update({"ZFABRIC_KEY": "none", "ZFABRIC_BROKER_KEYS": "none"})
 
 
 def ask(args: argparse.Namespace, op: str, **arguments: Any) -> Any:

@@ -50,7 +50,7 @@ def add(commands: common.Commands) -> None:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print every setting."""
-    rows = configuration.show(common.load(args))
+    rows = config_text.show(common.load(args))
     if args.json:
         common.show_json({k.full_name: {"value": value, "origin": at} for k, value, at in rows})
         return 0
