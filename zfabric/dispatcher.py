@@ -172,8 +172,6 @@ class Dispatcher:
         key: str | None,
     ) -> None:
         role, name, instance = fields["role"], fields["name"], fields["instance"]
-        if not name.isprintable():
-            raise PeerError("malformed", "a name holds control characters")
         if ENDPOINT_OF_ROLE[role] != endpoint:
             port = self.ports.get("worker_port")
             raise PeerError(

@@ -46,9 +46,9 @@ def json_line(event: Mapping[str, Any]) -> str:
 
 def text_line(event: Mapping[str, Any]) -> str:
     """One line for people: time, level, name, text; nothing in it that a terminal would obey."""
-    clean = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in event["text"])
     name = event["event"]
-    return f"{_clock(event['time'])} {level_of(name):<7} {name:<18} {clean}"
+    line = f"{_clock(event['time'])} {level_of(name):<7} {name:<18} {event['text']}"
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in line)
 
 
 def _clock(time_s: float) -> str:

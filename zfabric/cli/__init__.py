@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge: every error becomes one line and a code
         if wants_traceback:
-            traceback.print_exc()
+            common.say(traceback.format_exc())
         text = " ".join(common.clean(str(error)).split()) or type(error).__name__
         common.say(f"zfabric: error: {text}")
         return exit_code(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -32,6 +33,10 @@ CELL_CHARS_MAX = 64
 NAME_CHARS_MIN = 12
 # Requests that the broker refused because of what was asked, not of what happened.
 USAGE_CODES = ("malformed", "not_found", "ambiguous", "unknown_request", "in_use")
+
+
+# Control characters, but for the ends of lines and tabs.
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class OutputError(FabricError):
@@ -154,12 +159,19 @@ def ask_on(client: Client, args: argparse.Namespace, op: str, **arguments: Any) 
 
 def say(text: str) -> None:
     """Talk: to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(inert(text), file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:
     """Data: to standard output. Raises OutputError."""
-    put(text + "\n")
+    put(inert(text) + "\n")
+
+
+def inert(text: str) -> str:
+    """`text` without what a terminal would obey, for whoever forgot to `clean` it."""
+    if text.isascii() and OBEYED.search(text) is None:
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def put(text: str = "") -> None:
@@ -184,8 +196,9 @@ def silence() -> None:
 
 
 def show_json(value: object, *, indent: int | None = 2) -> None:
-    """A value as JSON on standard output."""
-    show(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+    """A value as JSON on standard output; what a terminal would obey is escaped, so it is data."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    show("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 def clean(text: object) -> str:

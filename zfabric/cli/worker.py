@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         key=common.key_of(settings.client),
         broker_port=settings.worker.broker_port,
     )
+    _log_to_terminal()
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -94,6 +96,22 @@ def run(args: argparse.Namespace) -> int:
     if signal.SIGINT in signals:
         return 130
     return 143 if len(signals) > 1 else 0
+
+
+class _Inert(logging.Formatter):
+    """One line without control characters: an engine or a broker may have put some in."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message alone, as it was before, and nothing that a terminal would obey."""
+        return common.clean(super().format(record))
+
+
+def _log_to_terminal() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Inert())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
 
 
 def _engine_name(settings: WorkerConfig) -> str:
