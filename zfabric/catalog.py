@@ -109,9 +109,10 @@ class Catalog:
         elif kind == "retry":
             self.retries[record["number"]] = record["of"]
         elif kind == "claim" and record["kind"] in CLAIM_KINDS:
-            self.claims[record["kind"], record["name"]] = record["user"]
+            # As text they are what they were, and nothing else is ever recorded.
+            self.claims[record["kind"], f"{record['name']}"] = f"{record['user']}"
         elif kind == "unclaim":
-            self.claims.pop((record["kind"], record["name"]), None)
+            self.claims.pop((record["kind"], f"{record['name']}"), None)
         elif kind == "window":
             self.window = max(self.window, record["n"])
 

@@ -446,6 +446,8 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read {path}: it is nested too deep") from None
     found = {}
     for section, table in document.items():
         if not isinstance(table, dict) and section not in SECTIONS:
