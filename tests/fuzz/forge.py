@@ -19,6 +19,7 @@ ORDERS = (
     *("drain", "pause", "resume", "dead.requeue", "dead.drop", "producers.cancel"),
     *("producers.forget", "workers.forget", "expect"),
 )
+NAN = float("nan")
 HEADERS = (
     b"", b"ZF", b"ZF\x01", b"ZF\x01\x01", b"ZF\x02\x01\x80", b"GET / HTTP/1.1\r\n\r\n",
     b"ZF\x01\x06" + b"\x91" * 3_000, b"ZF\x01\x06\xdf\xff\xff\xff\xff", b"ZF\x01\x06\xc1",
@@ -44,7 +45,9 @@ class Forge:
         """The frames of one message, good or bad."""
         kind = self.rng.random()
         if kind < 0.08:
-            return [self.rng.randbytes(self.rng.randrange(60)) for _ in range(self.rng.randrange(6))]
+            return [
+                self.rng.randbytes(self.rng.randrange(60)) for _ in range(self.rng.randrange(6))
+            ]
         if kind < 0.14:
             return [self.rng.choice(HEADERS), *self.columns()]
         if kind < 0.34:
@@ -123,7 +126,19 @@ class Forge:
         if kind == 8:
             return {self.word(): self.junk(depth - 1) for _ in range(self.rng.randrange(4))}
         return self.rng.choice(
-            (None, True, 0, -1, 2**63, 1.5, self.word(), self.rng.randbytes(8), 7, "m", float("nan"))
+            (
+                None,
+                True,
+                0,
+                -1,
+                2**63,
+                1.5,
+                self.word(),
+                self.rng.randbytes(8),
+                7,
+                "m",
+                float("nan"),
+            )
         )
 
     def _hello(self) -> list[bytes]:
