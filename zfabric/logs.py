@@ -100,6 +100,11 @@ class LogFile:
         """Nothing is held back."""
         self._stream.flush()
 
+    def close(self) -> None:
+        """No more will come; what the disk did not take is lost."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+
 
 class EventLog:
     """Writes events in a thread of its own; `write` never blocks. Raises as LogFile."""
@@ -142,3 +147,5 @@ class EventLog:
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
+        if isinstance(self._stream, LogFile) and not self._thread.is_alive():
+            self._stream.close()

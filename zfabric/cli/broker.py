@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -137,6 +138,7 @@ def _serve(
             broker.stop()
         else:
             broker.drain()
+            tell_systemd("STOPPING=1")
         signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -153,10 +155,20 @@ def _serve(
             f"broker ready: {endpoints.producers} (workers {endpoints.workers}, statistics "
             f"{endpoints.stats}{'' if metrics is None else f', metrics {metrics}'})"
         )
+    tell_systemd("READY=1")
     broker.run()
     if signal.SIGINT in signals:
         return 130
     return 143 if len(signals) > 1 else 0
+
+
+def tell_systemd(state: str) -> None:
+    """Say how far this is to whoever started it as a unit of Type=notify; else to nobody."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+        to.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
 def recovery_in_words(directory: str | None, found: Recovered) -> str:
