@@ -39,13 +39,13 @@ from zfabric.publishing import Publishing
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
 from zfabric.store import Store
+from zfabric.transport import DEAD_LINE_OPTIONS
 from zfabric.zap import Authenticator, receive
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
 SEND_HWM = 128
 RECEIVE_HWM = 64
 SOCKET_BUFFER_BYTES = 256 * 1024
-ZMQ_HEARTBEAT_IVL_MS, ZMQ_HEARTBEAT_TIMEOUT_MS, ZMQ_HEARTBEAT_TTL_MS = 5_000, 15_000, 15_000
 HANDSHAKE_IVL_MS = 5_000
 # Longest wait in poll: judgement and upkeep are due this often even when nothing arrives.
 TICK_S = 0.1
@@ -181,11 +181,8 @@ class Broker:
             (zmq.RCVHWM, RECEIVE_HWM),
             (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
             (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
-            (zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_IVL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, ZMQ_HEARTBEAT_TTL_MS),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
-            (zmq.TCP_KEEPALIVE, 1),
+            *DEAD_LINE_OPTIONS,
             (zmq.LINGER, 0),
         ):
             socket.setsockopt(option, value)
@@ -309,7 +306,7 @@ class Broker:
 
     def _receive(self, started_s: float) -> bool:
         """Take what has arrived, for one slice at most; returns whether all of it was taken."""
-        drained = True
+        drained, messages, count = True, 0, 0
         for endpoint, socket in self._sockets.items():
             if endpoint == PRODUCERS and self.dispatcher.writing:
                 drained = False
@@ -325,11 +322,17 @@ class Broker:
                 except zmq.Again:
                     break
                 now = time.monotonic()
+                messages += 1
+                count += len(frames)
                 self.dispatcher.receive(endpoint, routing_id, frames, now, key)
                 if now > until:
                     drained = False
                     break
             started_s = time.monotonic()
+        if messages:
+            gauges = self.dispatcher.gauges
+            gauges["messages_total"] = gauges.get("messages_total", 0) + messages
+            gauges["frames_total"] = gauges.get("frames_total", 0) + count
         return drained
 
     def _mind_door(self, door: Authenticator, now: float) -> None:

@@ -183,7 +183,7 @@ class Dispatcher:
         if peer is None and len(self.peers) >= PEERS_MAX:
             raise PeerError("too_many_peers", f"the broker serves {PEERS_MAX} connections at most")
         self.gate.greets(role, name, key)
-        self._claim(role, name, instance, routing_id)
+        former = self._former(role, name, instance, routing_id)
         fresh = Peer(endpoint, routing_id, role, name, instance, self._epoch + 1, now, key)
         answer: dict[str, Any] = {}
         if role == "worker":
@@ -191,6 +191,9 @@ class Dispatcher:
         elif role == "producer":
             producer = self._intake.hello(fresh, now)
             answer = {"upto": producer.upto, "acked": producer.outbox.acked}
+        # Nothing was refused: only now the old connection of this name goes.
+        if former is not None:
+            self.peers.pop(former.address, None)
         self._epoch += 1
         self.peers[endpoint, routing_id] = fresh
         self.gate.greeted(fresh, now)
@@ -211,16 +214,14 @@ class Dispatcher:
             **self.gate.role_of(peer),
         }
 
-    def _claim(self, role: str, name: str, instance: int, routing_id: bytes) -> None:
-        """Make way for a new holder of a name. Raises PeerError where the old one is alive."""
+    def _former(self, role: str, name: str, instance: int, routing_id: bytes) -> Peer | None:
+        """Who makes way for a new holder of a name. Raises PeerError where another one is alive."""
         holder = self.gate.holder(role, name)
-        if holder is None or holder.routing_id == routing_id:
-            return
-        if holder.instance != instance:
+        if holder is not None and holder.instance != instance and holder.routing_id != routing_id:
             # If it is dead this message cannot be delivered, and the next attempt gets the name.
             self._send(holder, Type.HEARTBEAT, {"boot": self.boot_id})
             raise PeerError("name_in_use", f"another live {role} is called {name!r}")
-        self.peers.pop(holder.address, None)
+        return None if holder is None or holder.routing_id == routing_id else holder
 
     # -- handlers -----------------------------------------------------------------------------
 

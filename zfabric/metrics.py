@@ -38,6 +38,7 @@ COUNTERS = (
     ("redeliveries", "redeliveries_total", "Items made ready again after they were handed out."),
     ("duplicates", "duplicates_total", "Results for items that had one."),
     ("syncs", "syncs_total", "Syncs of the store."),
+    ("messages", "messages_total", "Messages that came from producers, operators and workers."),
 )
 GAUGES = (
     ("items_ready", "ready_items", "Items that wait."),

@@ -146,7 +146,7 @@ class Forge:
         name = self.rng.choice(self.names)
         fields: dict[str, Any] = {"role": role, "name": name, "instance": self.rng.randrange(3)}
         if role == "worker":
-            sizes = (0, 1, 8, 4_096, -1, 2**40, "8", None, 1.5)
+            sizes = (1, 8, 8, 4_096, 4_096, 0, -1, 2**40, "8", None, 1.5)
             contract = ("batch_items_max", "batch_tokens_max", "input_tokens_max")
             fields |= {"model": self.rng.choice(self.models)}
             fields |= {key: self.rng.choice(sizes) for key in contract}

@@ -5,7 +5,8 @@
 A broker, a worker and a client are processes of their own; this one sends what `forge` makes over
 TCP to all three endpoints, as strangers, as peers that said HELLO, and as connections that do not
 speak ZeroMQ at all, and opens new connections all the while. The client submits its items at their
-times, whatever happens. It passes when the broker lives, its memory is flat after the first tenth,
+times, whatever happens. A frame counts when the broker has answered what was
+sent after it on the same connection. It passes when the broker lives, its memory is flat after the first tenth,
 and the client has a result of every item. Exit code 1 where it does not. Times are seconds.
 """
 
@@ -21,7 +22,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,8 +40,10 @@ CONNECTIONS = 24
 # A connection is given up and made anew after so many messages.
 MESSAGES_A_CONNECTION = 400
 FULL_WAIT_MS = 1
-# For what was sent to leave.
-LINGER_MS = 5_000
+# A line that finds no room for so long was dropped by the broker.
+FULL_S = 5.0
+# What every broker answers, whoever asks: another version, and the answer names it.
+LAST_WORD, LAST_ANSWER = b"ZF\xc7\x01\x80", b"the other 199"
 # Memory may grow by so much after the first tenth: buffers of the allocator, not state.
 FLAT_BYTES = 24 * 1024 * 1024
 PAYLOAD_MAX = 1024 * 1024
@@ -58,6 +63,39 @@ def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+class Line:
+    """One connection: what went over it, and whether the broker has read all of that."""
+
+    def __init__(self, socket_: zmq.Socket[bytes], until_s: float = 0.0) -> None:
+        self.socket = socket_
+        self.messages = self.frames = 0
+        # when a line that sends no more is given up, whatever the broker says
+        self.until_s = until_s
+        self.read = False
+
+    def hear(self) -> None:
+        """Read what has come; the answer to the last word says that all before it was read."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                answer = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.read = self.read or LAST_ANSWER in answer[0]
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Send a message as soon as there is room; whether there was for a while."""
+        until_s = time.monotonic() + FULL_S
+        while time.monotonic() < until_s:
+            try:
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                self.hear()
+                self.socket.poll(FULL_WAIT_MS, zmq.POLLOUT)
+                continue
+            self.frames += len(frames)
+            self.messages += 1
+            return True
+        return False
+
+
 class Flood:
     """Sends messages to the routers; a socket is a peer for a while, then another one."""
 
@@ -66,9 +104,12 @@ class Flood:
         self._addresses, self._rng = addresses, rng
         forge = Forge(rng, models=MODELS, names=NAMES, ops=LOOKS)
         self._pool = [self._usable(forge) for _ in range(POOL)]
-        self._sockets = [self._open(k) for k in range(CONNECTIONS)]
-        self._sent_by = [0] * CONNECTIONS
-        self.frames = self.messages = self.connections = self.raw_connections = 0
+        self._lines = [Line(self._open(k)) for k in range(CONNECTIONS)]
+        # Lines that have said their last word: a connection that is closed before it is answered is
+        # reset by the answer, and what the broker has not read of it is lost.
+        self._last: deque[Line] = deque()
+        self.sent_frames = self.arrived_frames = self.arrived_messages = 0
+        self.connections = self.lost_connections = self.raw_connections = 0
 
     @staticmethod
     def _usable(forge: Forge) -> list[bytes]:
@@ -81,6 +122,7 @@ class Flood:
         made: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.SNDHWM, 200)
+        made.setsockopt(zmq.RCVHWM, 0)
         made.connect(self._addresses[endpoint])
         if self._rng.random() < 0.6:
             role = "worker" if k % 2 else self._rng.choice(("producer", "operator"))
@@ -107,34 +149,44 @@ class Flood:
             changed = bytearray(frames[at])
             changed[rng.randrange(len(changed))] = rng.randrange(256)
             frames[at] = bytes(changed)
-        elif rng.random() < 0.0005:
-            # Over the limit of a frame: the broker drops the connection.
-            frames.append(bytes(2 * PAYLOAD_MAX))
-        self._put(k, frames)
-        self._sent_by[k] += 1
-        if self._sent_by[k] >= MESSAGES_A_CONNECTION:
-            # What it has sent is to arrive.
-            self._sockets[k].close(LINGER_MS)
-            self._sockets[k] = self._open(k)
-            self._sent_by[k] = 0
-            self.connections += 1
+        line = self._lines[k]
+        if not line.send(frames) or line.messages >= MESSAGES_A_CONNECTION:
+            self._lines[k] = Line(self._open(k))
+            self._end(line)
+        self.sent_frames += len(frames)
 
-    def _put(self, k: int, frames: list[bytes]) -> None:
-        until = time.monotonic() + 5.0
-        while time.monotonic() < until:
-            try:
-                self._sockets[k].send_multipart(frames, zmq.NOBLOCK)
-            except zmq.Again:
-                with contextlib.suppress(zmq.Again):
-                    while True:
-                        self._sockets[k].recv_multipart(zmq.NOBLOCK)
-                self._sockets[k].poll(FULL_WAIT_MS, zmq.POLLOUT)
+    def _end(self, line: Line) -> None:
+        line.send([LAST_WORD])
+        line.until_s = time.monotonic() + END_S
+        self._last.append(line)
+        self.connections += 1
+
+    def rest(self) -> None:
+        """Read what has come; count and close lines whose last word was answered."""
+        for line in self._lines:
+            line.hear()
+        for _ in range(len(self._last)):
+            line = self._last.popleft()
+            line.hear()
+            if line.read:
+                self.arrived_frames += line.frames
+                self.arrived_messages += line.messages
+            elif time.monotonic() < line.until_s:
+                self._last.append(line)
                 continue
-            self.frames += len(frames)
-            self.messages += 1
-            return
-        # It takes nothing any more: dropped for what it sent before.
-        self._sent_by[k] = MESSAGES_A_CONNECTION
+            else:
+                self.lost_connections += 1
+            line.socket.close(0)
+
+    def finish(self) -> None:
+        """Everybody says the last word, and is listened to until it is answered."""
+        for line in self._lines:
+            self._end(line)
+        self._lines = []
+        pause = threading.Event()
+        while self._last:
+            self.rest()
+            pause.wait(0.01)
 
     def noise(self) -> None:
         """A connection to each endpoint that is no ZeroMQ, or only the beginning of it."""
@@ -147,6 +199,10 @@ class Flood:
             ):
                 raw.sendall(begin + self._rng.randbytes(self._rng.randrange(200)))
             self.raw_connections += 1
+        # Over the limit of a frame: the broker ends the connection.
+        large = self._open(self._rng.randrange(2))
+        large.send_multipart([b"ZF", bytes(2 * PAYLOAD_MAX)])
+        large.close(1_000)
         with self._context.socket(zmq.SUB) as feed:
             feed.setsockopt(zmq.LINGER, 0)
             feed.connect(self._addresses["stats"])
@@ -155,7 +211,7 @@ class Flood:
                 feed.setsockopt(zmq.SUBSCRIBE, topic + self._rng.randbytes(self._rng.randrange(6)))
 
     def close(self) -> None:
-        self._context.destroy(linger=LINGER_MS)
+        self._context.destroy(linger=0)
 
 
 def _command(*words: str) -> list[str]:
@@ -195,7 +251,6 @@ def run(
         if healthy.stdout is None or healthy.stdout.readline().strip() != "ready":
             raise RuntimeError("the healthy client did not start")
         figures = _flood(broker, ready, frames, seed, progress)
-        figures["refused"] = _refused(address)
         stop.touch()
         figures["client"] = json.loads(healthy.stdout.readline() or "{}")
         figures["alive"] = broker.poll() is None
@@ -211,35 +266,38 @@ def _flood(
     began_s, cpu_s = time.monotonic(), _cpu_s(broker.pid)
     figures: dict[str, Any] = {"descriptors_start": descriptors(broker.pid), "rss_bytes": []}
     flood = Flood(addresses, random.Random(seed))
-    marks = iter(range(frames // 10, frames + 1, max(1, frames // 10)))
-    mark = next(marks)
+    mark = step = max(1, frames // 10)
     try:
         for count in itertools.count():
-            if flood.frames >= frames or broker.poll() is not None:
+            if flood.arrived_frames >= frames or broker.poll() is not None:
                 break
             flood.send()
             if count % 500 == 0:
                 flood.noise()
-            if flood.frames >= mark:
+            if count % 50 == 0:
+                flood.rest()
+            if flood.arrived_frames >= mark:
                 figures["rss_bytes"].append(rss_bytes(broker.pid))
-                progress(flood.frames, figures["rss_bytes"][-1])
-                mark = next(marks, frames * 2)
+                progress(flood.arrived_frames, figures["rss_bytes"][-1])
+                mark += step
+        flood.finish()
     finally:
         flood.close()
     seconds = time.monotonic() - began_s
-    cpu_s = _cpu_s(broker.pid) - cpu_s
     return figures | {
-        "frames": flood.frames, "messages": flood.messages, "connections": flood.connections,
+        "frames": flood.arrived_frames, "messages": flood.arrived_messages,
+        "connections": flood.connections, "lost_connections": flood.lost_connections,
         "raw_connections": flood.raw_connections, "seconds": seconds,
-        "frames_per_s": flood.frames / seconds, "broker_cpu_s": cpu_s,
+        "frames_per_s": flood.arrived_frames / seconds, "broker_cpu_s": _cpu_s(broker.pid) - cpu_s,
+        "refused": _refused(addresses["producers"]),
     }  # fmt: skip
 
 
 def _refused(address: str) -> int:
-    """Messages that the broker itself counted as refused, or as of nobody."""
+    """Messages that the broker refused, or that were of nobody."""
     from zfabric.client import Client
 
-    with contextlib.closing(Client(address, role="operator", key="none")) as client:
+    with contextlib.closing(Client(address, role="operator", key="none", timeout_s=60.0)) as client:
         counters = client.stats(60.0)["counters"]
     of = ("peer_errors_", "unknown_peer_messages")
     return sum(number for name, number in counters.items() if name.startswith(of))
@@ -286,11 +344,11 @@ def in_words(figures: dict[str, Any], args: argparse.Namespace) -> str:
         "command": f"python -m tests.fuzz.frames --frames {args.frames} --rate {args.rate} "
         f"--seed {args.seed}",
         "machine": str(machine()),
-        "frames": f"{figures['frames']:,} in {figures['messages']:,} messages, "
+        "frames": f"{figures['frames']:,} read by the broker in {figures['messages']:,} messages, "
         f"{figures['seconds']:.1f} s, {figures['frames_per_s']:,.0f}/s",
-        "refused": f"{figures['refused']:,} messages, by the broker's own count",
-        "connections": f"{figures['connections']:,} made anew, "
-        f"{figures['raw_connections']:,} that are no ZeroMQ",
+        "refused": f"{figures['refused']:,} messages, or of nobody, by the broker's own count",
+        "connections": f"{figures['connections']:,}, of which {figures['lost_connections']:,} were "
+        f"dropped and not counted; {figures['raw_connections']:,} that are no ZeroMQ",
         "broker": f"alive {figures['alive']}, {figures['broker_cpu_s']:.1f} s of CPU",
         "broker memory": f"{first} after a tenth, at most {most}, {last} at the end",
         "broker files": f"{figures['descriptors_start']} before, "

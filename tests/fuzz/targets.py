@@ -60,6 +60,21 @@ STEP_S = (0.0, 0.1, 1.0, 20.0)
 KEYS = {f"{role}{n}": Grant(f"{role}{n}", role, n == 2) for role in KEY_ROLES for n in (1, 2)}
 
 
+def check_holders(bench: Bench) -> None:
+    """Whoever holds a name is a peer that messages still come from."""
+    holders = [w.peer for w in bench.fabric.workers.values()]
+    holders += [p.peer for p in bench.fabric.producers if p is not None]
+    for peer in holders:
+        assert peer is None or bench.dispatcher.peers.get(peer.address) is peer
+
+
+class Listener:
+    """The far end of a connection that may be anybody's by now: what it hears is the protocol."""
+
+    def hear(self, frames: list[bytes]) -> None:
+        decode(frames, FROM_BROKER)
+
+
 def make_peers(rng: random.Random) -> Any:
     """Messages of strangers and known peers at both routers, with time going by."""
     forge = Forge(rng)
@@ -83,6 +98,7 @@ def check_peers(value: Any) -> None:
     if value["keyed"]:
         dispatcher.gate.replace(KEYS)
     known = {b"p1": producer.routing_id, b"p2": worker.routing_id}
+    bench.ends = {address: Listener() for address in bench.ends}
     for endpoint, name, frames, key, step in value["script"]:
         before = dict(dispatcher.peers)
         dispatcher.receive(endpoint, known.get(name, name), frames, bench.now, key)
@@ -91,6 +107,7 @@ def check_peers(value: Any) -> None:
             assert peer.state in TRANSITIONS[peer.role]
             if value["keyed"] and before.get(address) is not peer:
                 assert key in KEYS and not KEYS[key].revoked
+        check_holders(bench)
         bench.settle()
         if dispatcher.draining_since is None:
             bench.dispatch(2)
