@@ -5,9 +5,9 @@
 A broker, a worker and a client are processes of their own; this one sends what `forge` makes over
 TCP to all three endpoints, as strangers, as peers that said HELLO, and as connections that do not
 speak ZeroMQ at all, and opens new connections all the while. The client submits its items at their
-times, whatever happens. A frame counts when the broker has answered what was
-sent after it on the same connection. It passes when the broker lives, its memory is flat after the first tenth,
-and the client has a result of every item. Exit code 1 where it does not. Times are seconds.
+times, whatever happens. A frame counts when the broker has answered what was sent after it on the
+same connection. It passes when the broker lives, its memory is flat after the first tenth, and the
+client has a result of every item. Exit code 1 where it does not. Times are seconds.
 """
 
 from __future__ import annotations
