@@ -628,7 +628,7 @@ def test_refused_number_behind_a_skip_is_still_accepted_after_a_crash(tmp_path: 
     job.put([10, 30], [10, 10], [A, A])
     bench.settle()
     producer = bench.fabric.producers[0]
-    bench.fabric.post(producer, Stored(50, Status.REFUSED, b"{}", None, gap=20))
+    bench.fabric.post(producer, (Stored(50, Status.REFUSED, b"{}", None, gap=20),))
     producer.upto = 50
     bench.settle()
     bench.crash()

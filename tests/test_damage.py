@@ -22,13 +22,13 @@ from tests.faultfiles import Fault, FaultFiles
 from tests.harness import FakeProducer, FakeWorker
 from tests.test_recovery import run_all
 from zfabric import catalog as catalogs
+from zfabric.entries import ENTRY_HEADER_BYTES, Entry, scan
 from zfabric.errors import StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import Status
 from zfabric.recovery import open_backing
 from zfabric.segment import (
-    ENTRY_HEADER_BYTES,
     FORMAT,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
@@ -37,11 +37,9 @@ from zfabric.segment import (
     STATE_BYTES,
     TOMBSTONE_WORD,
     WORDS,
-    Entry,
     NewerFormat,
     decode_word,
     read_header,
-    scan,
     word_offset,
 )
 from zfabric.shapes import Shape

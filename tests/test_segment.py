@@ -9,27 +9,29 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from zfabric.entries import (
+    ALIGN,
+    ENTRY_HEADER_BYTES,
+    Column,
+    Damage,
+    Entry,
+    pack_entries,
+    payload_of,
+    read_entry,
+    scan,
+)
 from zfabric.errors import StorageError
 from zfabric.segment import (
-    ALIGN,
     CAPACITY_MAX,
-    ENTRY_HEADER_BYTES,
     HEADER_BYTES,
     HEADER_COPY_BYTES,
     ITEMS,
     RESULTS,
     STATE_BYTES,
-    Column,
-    Damage,
-    Entry,
     Header,
     decode_word,
-    pack_entries,
     pack_header,
-    payload_of,
-    read_entry,
     read_header,
-    scan,
     word_offset,
     words_of,
 )
@@ -201,7 +203,7 @@ def test_entry_over_the_capacity_is_damage() -> None:
 
 
 def test_payload_full_of_magics_hides_no_entry_and_costs_no_time() -> None:
-    from zfabric.segment import ENTRY_MAGIC
+    from zfabric.entries import ENTRY_MAGIC
 
     header = Header(9, ITEMS, "m", 1, 2, capacity=16)
     decoys = ENTRY_MAGIC.to_bytes(4, "little") * 50_000

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
 import socket as sockets
 import threading
@@ -87,13 +88,16 @@ class Broker:
         rebuild_catalog: bool = False,
     ) -> None:
         self.config = config
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-close")
         self.recovered: Recovered | None = None
         backing: FileBacking | None = None
         if store is None and config.data is not None:
             root = Path(config.data)
+            files = OsFiles(root)
             backing, self.recovered = open_backing(
-                root, config.durability, OsFiles(root), rebuild=rebuild_catalog
+                root, config.durability, files, rebuild=rebuild_catalog
             )
+            files.let_go = lambda descriptor: self._closer.submit(os.close, descriptor)
             backing.room.min_free_bytes = config.min_free
             backing.room.max_disk_bytes = config.max_disk
         self.dispatcher = Dispatcher(config, store or Store(backing), secrets.randbits(64))
@@ -205,6 +209,7 @@ class Broker:
             self.door.close()
         self._context.term()
         self._syncer.shutdown()
+        self._closer.shutdown()
         self._wake_r.close()
         self._wake_w.close()
         self._backing.close()

@@ -15,7 +15,7 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Model
 from zfabric.peers import Peer, Worker
 from zfabric.pending import Batch, BatchId, part
-from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, split
+from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, packed, split
 from zfabric.shapes import NAME_BYTES_MAX, Contract
 
 # (peer, type, fields, columns, body)
@@ -175,23 +175,15 @@ class Delivery:
         statuses = message.columns["statuses"]
         if not WORKER_STATUSES.issuperset(statuses):
             raise PeerError("malformed", "a worker reports ok, too_long or failed, nothing else")
-        nonces, entries = message.columns["nonces"], message.columns["entries"]
-        refs = self._fabric.store.locate(nonces, entries)
         payloads = split(message.body, message.columns["sizes"])
-        duplicates = 0
-        for ref, status, payload, again in zip(
-            refs, statuses, payloads, _repeats(refs), strict=True
-        ):
-            if ref is None or again:
-                duplicates += 1
-                continue
-            batch = self._fabric.pending.by_ref.get(ref)
-            self._fabric.end(ref, status, payload, now)
-            worker.items_done += 1
-            if batch is not None:
-                self._drop_if_empty(batch, worker)
-        self._fabric.flow.duplicates += duplicates
         batch_id = (message.fields["epoch"], message.fields["n"])
+        batch = worker.held.get(batch_id)
+        nonces, entries = message.columns["nonces"], message.columns["entries"]
+        refs = _whole(batch, (packed("Q", nonces), packed("I", entries)))
+        if refs is None:
+            refs = self._fabric.store.locate(nonces, entries)
+        duplicates = self._end(worker, refs, statuses, payloads, now)
+        self._fabric.flow.duplicates += duplicates
         if "stats" in message.fields:
             self._note_stats(worker, message.fields["stats"], now)
         self._send(
@@ -200,6 +192,38 @@ class Delivery:
             {"epoch": batch_id[0], "n": batch_id[1], "duplicates": duplicates},
         )
         self._list(worker)
+
+    def _end(
+        self,
+        worker: Worker,
+        refs: Sequence[int | None],
+        statuses: Sequence[int],
+        payloads: Sequence[bytes],
+        now: float,
+    ) -> int:
+        """The first result for a live item ends it; returns how many were not the first."""
+        pending = self._fabric.pending.by_ref
+        live = [ref for ref in refs if ref is not None]
+        batch = pending.get(live[0]) if live else None
+        whole = len(live) == len(refs) == len(set(live))
+        if whole and batch is not None and batch.outstanding.issuperset(live):
+            self._fabric.end_dispatched(batch, live, statuses, payloads)
+            worker.items_done += len(live)
+            self._drop_if_empty(batch, worker)
+            return 0
+        duplicates = 0
+        for ref, status, payload, again in zip(
+            refs, statuses, payloads, _repeats(refs), strict=True
+        ):
+            if ref is None or again:
+                duplicates += 1
+                continue
+            batch = pending.get(ref)
+            self._fabric.end(ref, status, payload, now)
+            worker.items_done += 1
+            if batch is not None:
+                self._drop_if_empty(batch, worker)
+        return duplicates
 
     def _drop_if_empty(self, batch: Batch, reporter: Worker) -> None:
         holder = self._fabric.workers.get(batch.worker)
@@ -351,3 +375,10 @@ def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:
     for ref in refs:
         yield ref in seen
         seen.add(ref)
+
+
+def _whole(batch: Batch | None, wire_refs: tuple[bytes, bytes]) -> Sequence[int | None] | None:
+    """The references of a whole batch of which nothing has ended, if that is what is meant."""
+    if batch is None or batch.wire_refs != wire_refs or len(batch.outstanding) < len(batch.refs):
+        return None
+    return batch.refs

@@ -21,7 +21,6 @@ from zfabric.delivery import Delivery
 from zfabric.errors import NoSpace, PeerError
 from zfabric.fabric import Fabric
 from zfabric.gate import Gate, is_hello
-from zfabric.groups import Group
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
 from zfabric.peers import Parcel, Peer, Producer
@@ -38,17 +37,16 @@ from zfabric.protocol import (
 )
 from zfabric.segments import Window
 from zfabric.store import Store
+from zfabric.upkeep import Upkeep
 from zfabric.watching import Watch
 
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
 # Connections at once; each costs a few kilobytes here and a descriptor in the socket.
 PEERS_MAX = 20_000
-# Upkeep and judgement are due this often; a busy loop turns a thousand times a second.
-UPKEEP_S = 0.1
-# Lanes looked after in one turn of upkeep, some 2 us each, so that a turn stays short.
-UPKEEP_LANES = 4_096
-# Writes of a turn, some 40 us each: one that made files for 32,768 lanes would take seconds.
-WRITES_MAX = 2_048
+# Judgement is due this often; a busy loop turns a thousand times a second.
+JUDGE_S = 0.1
+# Writes of a turn, some 20 us each: in between, workers that are done get their next batch.
+WRITES_MAX = 128
 # Payload bytes that wait in memory for a sync to end.
 GATHERED_BYTES_MAX = 4 * 1024 * 1024
 # Characters of a refusal's text, well under what a REPLY may hold.
@@ -85,13 +83,12 @@ class Dispatcher:
             self.fabric, self.meta, self.drain, self._cancel, self._forget
         )
         self._next_heartbeat_s = 0.0
-        self._next_upkeep_s = 0.0
         self._next_judgement_s = 0.0
         self._promised: deque[Parcel] = deque()
         # the window whose sync runs, and what goes out when it is over
         self._window: Window | None = None
         self._due: deque[Parcel] = deque()
-        self._upkeep: Iterator[int] = iter(())
+        self._upkeep = Upkeep(self.fabric)
         self._chores: deque[Iterator[None]] = deque()
         self._started_s: float | None = None
         self._now = 0.0  # of the latest tick, for chores that run across ticks
@@ -295,12 +292,10 @@ class Dispatcher:
                 self._send(peer, Type.HEARTBEAT, {"boot": self.boot_id})
         self._now = now
         self._work_off_chores()
-        if now >= self._next_upkeep_s:
-            self._next_upkeep_s = now + UPKEEP_S
-            self._maintain(now)
+        self._upkeep.turn(now)
         self._watch.look(now)
         if drained and now >= self._next_judgement_s:
-            self._next_judgement_s = now + UPKEEP_S
+            self._next_judgement_s = now + JUDGE_S
             self._judge(now)
 
     def _judge(self, now: float) -> None:
@@ -319,19 +314,6 @@ class Dispatcher:
         self._delivery.shift(late_s)
         for peer in self.peers.values():
             peer.heard_s += late_s
-
-    def _maintain(self, now: float) -> None:
-        self.fabric.store.backing.upkeep(now)
-        lanes = 0
-        while lanes < UPKEEP_LANES:
-            number = next(self._upkeep, None)
-            if number is None:
-                self._upkeep = iter(list(self.fabric.groups))
-                break
-            group: Group | None = self.fabric.groups.get(number)
-            if group is not None:
-                lanes += 1 + len(group.queues)
-                self.fabric.maintain(group, now)
 
     def _work_off_chores(self) -> None:
         for _ in range(len(self._chores)):

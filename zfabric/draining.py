@@ -33,6 +33,9 @@ K = TypeVar("K", bound=Hashable)
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
+# Items served on one visit from which a switch has paid for itself: a miss for each card is a share
+# of a few thousandths then, and waiting would leave all cards idle for it.
+VISIT_PAYS_ITEMS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +248,9 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
-        "_affinity",
-        "_arrived_at",
-        "_chain",
-        "_chain_of",
-        "_first_at",
-        "_leave_at",
-        "_limits",
-        "_more",
-        "_ready",
-        "current",
-        "forced_switches_total",
-        "switches_total",
-    )
+        "_affinity", "_arrived_at", "_chain", "_chain_of", "_first_at", "_leave_at", "_limits",
+        "_more", "_ready", "_served_items", "current", "forced_switches_total", "switches_total",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -277,10 +270,10 @@ class Draining(Generic[K]):
         self.forced_switches_total = 0
         # When the first of the items that are ready now came; a hold counts from here.
         self._first_at = 0.0
-        # When an empty current shape may be left: fixed when it FIRST ran empty on this visit.
-        # What trickles in for it meanwhile is served at once and does not restart the linger;
-        # otherwise a trickle into the current shape, an item per 200 ms, would starve all others.
+        # When an empty current shape may be left: fixed when it FIRST ran empty on this visit, or
+        # a trickle into it, an item per 200 ms, would starve all others.
         self._leave_at: float | None = None
+        self._served_items = 0
         # When each ready shape last got an item: one that gets none any more is not waited for.
         self._arrived_at: dict[K, float] = {}
 
@@ -320,7 +313,10 @@ class Draining(Generic[K]):
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        if not self._ready.removed(key, items, tokens, now, served):
+        left = self._ready.removed(key, items, tokens, now, served)
+        if served and key == self.current:
+            self._served_items += items
+        if not left:
             return
         if self._chain_of is not None:
             self._affinity.discard(key, self._chain_of(key))
@@ -329,7 +325,8 @@ class Draining(Generic[K]):
             # Waiting is for a shape that items still trickle into. Where each prompt has a shape
             # of its own, lingering on each for 200 ms would serve five prompts a second.
             trickles = now - arrived_at < self._limits.linger_s
-            self._leave_at = now + self._limits.linger_s if trickles else now
+            paid = self._served_items >= VISIT_PAYS_ITEMS
+            self._leave_at = now + self._limits.linger_s if trickles and not paid else now
 
     def set_more(self, producer: Hashable, more: bool) -> None:
         """The producer's last submit said whether it knows of more to come."""
@@ -394,6 +391,7 @@ class Draining(Generic[K]):
 
     def _settle_on(self, key: K | None) -> None:
         self.current = key
+        self._served_items = 0
         if self._chain_of is not None and key is not None:
             self._chain = self._chain_of(key)
 

@@ -13,25 +13,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zfabric.errors import InvariantError, StorageError
-from zfabric.osfiles import NoDescriptors, OsFiles
-from zfabric.segment import (
+from zfabric.entries import (
     ALIGN,
     ENTRY_HEADER_BYTES,
-    HEADER_BYTES,
-    ITEMS,
-    TOMBSTONE_WORD,
     Column,
     Entry,
-    Header,
+    ItemRow,
+    Run,
     pack_entries,
-    pack_header,
+    pack_entry,
     payload_of,
     read_entry,
     scan,
+    unpack_run,
+)
+from zfabric.errors import InvariantError, StorageError
+from zfabric.osfiles import NoDescriptors, OsFiles
+from zfabric.segment import (
+    HEADER_BYTES,
+    ITEMS,
+    TOMBSTONE_WORD,
+    Header,
+    pack_header,
     word_offset,
     words_of,
 )
+from zfabric.segments import runs_of
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
@@ -60,11 +67,17 @@ class Descriptors:
         self._limit = limit
         self._open: OrderedDict[int | str, Opened] = OrderedDict()
 
-    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
-        """The file with this key; `path_of` says where it is."""
+    def find(self, key: int | str) -> Opened | None:
+        """The file with this key, if it is open."""
         found = self._open.get(key)
         if found is not None:
             self._open.move_to_end(key)
+        return found
+
+    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
+        """The file with this key; `path_of` says where it is."""
+        found = self.find(key)
+        if found is not None:
             return found
         self._shrink(self._limit - 1)
         path = path_of()
@@ -88,6 +101,11 @@ class Descriptors:
         found = self._open.pop(key, None)
         if found is not None:
             self._files.close(found.descriptor)
+
+    def take(self, key: int | str) -> int | None:
+        """The descriptor of the file with this key, if it is open; it is the caller's from now."""
+        found = self._open.pop(key, None)
+        return None if found is None else found.descriptor
 
     def close(self) -> None:
         """Close all."""
@@ -126,7 +144,8 @@ class SegmentFile:
         return self._backing.path_of(self.header)
 
     def _opened(self, *, create: bool = False) -> Opened:
-        return self._backing.descriptors.get(
+        descriptors = self._backing.descriptors
+        return descriptors.find(self.header.nonce) or descriptors.get(
             self.header.nonce, lambda: self._backing.path_of(self.header), create=create
         )
 
@@ -151,12 +170,28 @@ class SegmentFile:
         self._backing.unwritten[self.header.nonce] = self
         return self.tail - before - count * ENTRY_HEADER_BYTES
 
-    def payload_bytes(self, place: int) -> int:
-        """What the payload of an entry takes in the file, with its padding.
+    def append_one(self, owner: int, when_us: int, row: ItemRow) -> int:
+        """As `append`, for an entry that comes alone."""
+        backing, nonce, before = self._backing, self.header.nonce, self.tail
+        place = len(self.offsets)
+        if place >= self.header.capacity:
+            raise InvariantError(f"{self.path} has places for {self.header.capacity} entries")
+        pieces, self.tail = pack_entry(nonce, before, place, owner, when_us, backing.window, row)
+        if self._pieces is None:
+            self._pieces = pieces
+            backing.unwritten[nonce] = self
+        else:
+            self._pieces += pieces
+        self.offsets.append((before - self.header.data_offset) // ALIGN)
+        return self.tail - before - ENTRY_HEADER_BYTES
 
-        Damage that lies behind the entry counts as its own.
+    def payload_bytes(self, first: int, stop: int) -> int:
+        """What the payloads of neighbouring entries take in the file, with their padding.
+
+        Damage that lies behind an entry counts as its own.
         """
-        return self._span(place) - ENTRY_HEADER_BYTES
+        span = self.end_of(stop - 1) - self.begin_of(first)
+        return span - (stop - first) * ENTRY_HEADER_BYTES
 
     def begin_of(self, place: int) -> int:
         """The offset at which an entry begins."""
@@ -208,6 +243,18 @@ class SegmentFile:
         except StorageError as error:
             raise StorageError(f"{path}: entry {place}: {error}") from None
 
+    def run(self, first: int, stop: int) -> Run:
+        """Neighbouring entries, none of them lost. Raises StorageError where one is damaged."""
+        base = self.header.data_offset
+        offsets = [base + ALIGN * units for units in self.offsets[first:stop]]
+        path, descriptor = self._opened()
+        size = self.end_of(stop - 1) - offsets[0]
+        block = self._backing.files.read(path, descriptor, size, offsets[0])
+        try:
+            return unpack_run(self.header.nonce, offsets, block)
+        except StorageError as error:
+            raise StorageError(f"{path}: {error}") from None
+
     def head(self, place: int) -> Entry | None:
         """What an entry says of itself, None where that is damaged; its payload is not read."""
         offset = self.begin_of(place)
@@ -249,10 +296,6 @@ class SegmentFile:
         path, descriptor = self._opened()
         pair = struct.pack("<II", word, 0)
         places.sort()
-        start = 0
-        for k in range(1, len(places) + 1):
-            if k == len(places) or places[k] != places[k - 1] + 1:
-                data = pair * (k - start)
-                self._backing.files.write(path, descriptor, [data], word_offset(places[start]))
-                start = k
+        for first, count in runs_of(places):
+            self._backing.files.write(path, descriptor, [pair * count], word_offset(first))
         self._backing.dirty = True

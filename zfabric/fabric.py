@@ -13,8 +13,8 @@ No socket, no clock, no message: those who decide when (`intake`, `dispatch`) ca
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from zfabric.claims import Claims
 from zfabric.config import BrokerConfig
@@ -35,9 +35,12 @@ from zfabric.segments import Append
 from zfabric.shapes import Shape
 from zfabric.store import ENTRY_BITS, Store
 
-# Shapes that have nothing left are kept for `zfabric shapes` up to this many, oldest use first out.
+T = TypeVar("T")
+# Shapes that have nothing left are kept for `zfabric shapes`, this many; the oldest use goes first.
 IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
+# Items of a lane in a message from which columns of them cost less than one by one.
+RUN_PAYS_ITEMS = 3
 PRODUCERS_MAX = 100_000
 MODELS_MAX = 4_096
 
@@ -194,10 +197,6 @@ class Fabric:
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
         return limit - unread - self.store.memory_bytes
 
-    def held_bytes(self) -> int:
-        """Payload bytes in memory: items of a memory store, results, dead records."""
-        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
-
     # -- accept -------------------------------------------------------------------------------
 
     def accept(
@@ -218,9 +217,11 @@ class Fabric:
             plain = Append(lengths, places, tags, producer.index, numbers, payloads, gaps)
             self.store.append(self.queue(group, 0), plain, now)
         else:
-            self._accept_in_lanes(
-                group, group.lanes, producer, numbers, lengths, payloads, now, gaps
+            assigned = group.lanes.assign(lengths, now)
+            found = Append(
+                lengths, assigned.targets, assigned.tags, producer.index, numbers, payloads, gaps
             )
+            self._append_in_lanes(group, assigned.lane_ids, found, now)
         self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
@@ -234,40 +235,19 @@ class Fabric:
     def _is_fifo(self) -> bool:
         return self.config.policy == "fifo"
 
-    def _accept_in_lanes(
-        self,
-        group: Group,
-        lanes: Lanes,
-        producer: Producer,
-        numbers: Sequence[int],
-        lengths: Sequence[int],
-        payloads: list[bytes],
-        now: float,
-        gaps: Sequence[int],
+    def _append_in_lanes(
+        self, group: Group, lane_ids: Sequence[int], items: Append, now: float
     ) -> None:
-        assigned = lanes.assign(lengths, now)
         by_lane: dict[int, list[int]] = {}
-        for k, lane in enumerate(assigned.lane_ids):
+        for k, lane in enumerate(lane_ids):
             by_lane.setdefault(lane, []).append(k)
-        targets, tags = assigned.targets, bytes(assigned.tags)
-        queues, append = group.queues, self.store.append
+        find, append, append_one = group.queues.get, self.store.append, self.store.append_one
+        if len(by_lane) * RUN_PAYS_ITEMS > len(lane_ids):
+            for lane, row in zip(lane_ids, items.rows(), strict=True):
+                append_one(find(lane) or self.queue(group, lane), items.producer, row, now)
+            return
         for lane, members in by_lane.items():
-            # Mostly one item, or a run of a sorted message: then slices, which cost a third.
-            first = members[0]
-            if members[-1] - first == len(members) - 1:
-                at = slice(first, first + len(members))
-                columns = (lengths[at], targets[at], tags[at], numbers[at], payloads[at], gaps[at])
-            else:
-                columns = (
-                    [lengths[k] for k in members],
-                    [targets[k] for k in members],
-                    bytes([tags[k] for k in members]),
-                    [numbers[k] for k in members],
-                    [payloads[k] for k in members],
-                    [gaps[k] for k in members] if gaps else (),
-                )
-            run = Append(*columns[:3], producer.index, *columns[3:])
-            append(queues.get(lane) or self.queue(group, lane), run, now)
+            append(find(lane) or self.queue(group, lane), items.chosen(members), now)
 
     def queue(self, group: Group, lane: int) -> LaneQueue:
         """The queue of a lane, made if need be."""
@@ -346,10 +326,9 @@ class Fabric:
 
     def dispatch(self, group: Group, takes: Sequence[Take], batch: Batch, now: float) -> None:
         """The channel has taken `batch`: verify every take, then advance, then add to pending."""
-        for take in takes:
-            self.store.verify(take)
-        for take in takes:
-            self.store.commit(take)
+        cursors = [self.store.verify(take) for take in takes]
+        for take, found in zip(takes, cursors, strict=True):
+            self.store.commit(take, found)
             self._unreadied(take.queue, len(take.refs), sum(take.lengths), now, served=True)
         self.pending.add(batch)
         group.pending_items += len(batch.refs)
@@ -359,17 +338,18 @@ class Fabric:
     def give_back(self, refs: Sequence[int], now: float, *, solo: bool = False) -> None:
         """Pending items become ready again, ahead of their lanes' cursors and in their order."""
         for ref in refs:
-            batch = self.pending.settle(ref)
+            batch = self.pending.by_ref.get(ref)
             if batch is None:
                 raise InvariantError(f"item {ref:#x} is given back but was not pending")
+            (length,) = self.pending.settle(batch, (ref,))
             queue = self.store.release(ref, solo=solo)
             group = self.groups[queue.group]
             group.pending_items -= 1
             group.model.pending_items -= 1
-            group.order.added(queue.lane, 1, batch.lengths[ref], now)
+            group.order.added(queue.lane, 1, length, now)
             if group.lanes is not None and group.lanes.is_quiescing(queue.lane):
                 group.order.quiesce(queue.lane)
-            self._readied(group, 1, batch.lengths[ref], now)
+            self._readied(group, 1, length, now)
         self.flow.redeliveries += len(refs)
 
     # -- end ----------------------------------------------------------------------------------
@@ -377,47 +357,84 @@ class Fabric:
     def end(self, ref: int, status: int, payload: bytes, now: float) -> None:
         """An item ends: result into the outbox, then the tombstone, then the counts."""
         known = self.store.describe(ref)
-        producer = self.producers[known.producer]
-        if producer is not None:
-            retry_of = self.retries.pop(known.number, None) if self.retries else None
-            self.post(producer, Stored(known.number, status, payload, retry_of))
-        waiting = ref not in self.pending.by_ref
+        self._post_end((known.producer,), (known.number,), (status,), (payload,))
+        batch = self.pending.by_ref.get(ref)
         self.store.complete(ref, dead=status == Status.DEAD)
         group = self.groups[known.queue.group]
-        if waiting:
+        if batch is None:
             self._unreadied(known.queue, 1, known.length, now, served=False)
         else:
-            self.pending.settle(ref)
-            group.pending_items -= 1
-            group.model.pending_items -= 1
-        self._count_end(group, producer, status, known.length)
-        lanes = group.lanes
-        if lanes is not None and lanes.removed(known.queue.lane, 1):
-            del group.queues[known.queue.lane]
-        group.outstanding -= 1
+            self._settled(group, batch, (ref,))
+        self._count_end(group, (known.producer,), (status,), known.length)
+        self._left(group, known.queue.lane, 1)
+
+    def end_dispatched(
+        self, batch: Batch, refs: Sequence[int], statuses: Sequence[int], payloads: Sequence[bytes]
+    ) -> None:
+        """As `end`, of items of one batch that are out with its worker, each once."""
+        places = batch.places(refs)
+        owners = [batch.owners[k] for k in places]
+        self._post_end(owners, [batch.numbers[k] for k in places], statuses, payloads)
+        runs = self.store.complete_dispatched(refs)
+        group = self.groups[runs[0][0].group]
+        self._count_end(group, owners, statuses, self._settled(group, batch, refs))
+        for queue, items in runs:
+            self._left(group, queue.lane, items)
+
+    def _settled(self, group: Group, batch: Batch, refs: Sequence[int]) -> int:
+        """Items are no longer pending; returns their tokens."""
+        group.pending_items -= len(refs)
+        group.model.pending_items -= len(refs)
+        return sum(self.pending.settle(batch, refs))
+
+    def _left(self, group: Group, lane: int, items: int) -> None:
+        """Items of a lane are gone for good."""
+        if group.lanes is not None and group.lanes.removed(lane, items):
+            del group.queues[lane]
+        group.outstanding -= items
         if not group.outstanding:
             self._rest(group)
 
-    def _count_end(self, group: Group, producer: Producer | None, status: int, length: int) -> None:
-        if status == Status.DEAD:
-            self.flow.bury(1, length)
+    def _count_end(
+        self, group: Group, owners: Sequence[int], statuses: Sequence[int], tokens: int
+    ) -> None:
+        items, dead = len(statuses), statuses.count(Status.DEAD)
+        for owner, column in _by_owner(owners, statuses):
+            producer = self.producers[owner]
             if producer is not None:
-                producer.dead_items += 1
+                producer.dead_items += column.count(Status.DEAD)
+                producer.completed_items += len(column) - column.count(Status.DEAD)
+                producer.failed_items += column.count(Status.FAILED)
+                producer.cancelled_items += column.count(Status.CANCELLED)
+        if dead:
+            self.flow.bury(items, tokens)
             return
-        failed, cancelled = status == Status.FAILED, status == Status.CANCELLED
-        self.flow.complete(1, length, failed=failed, cancelled=cancelled)
-        group.completed_items += 1
-        if producer is not None:
-            producer.completed_items += 1
-            producer.failed_items += failed
-            producer.cancelled_items += cancelled
+        failed, cancelled = statuses.count(Status.FAILED), statuses.count(Status.CANCELLED)
+        self.flow.complete(items, tokens, failed=failed, cancelled=cancelled)
+        group.completed_items += items
 
-    def post(self, producer: Producer, result: Stored) -> None:
-        """Put a result into its producer's outbox."""
-        producer.outbox.add(result)
-        self.store.backing.keep_result(producer.index, producer.outbox.last, result)
+    def _post_end(
+        self,
+        owners: Sequence[int],
+        numbers: Sequence[int],
+        statuses: Sequence[int],
+        payloads: Sequence[bytes],
+    ) -> None:
+        """The results of items that end."""
+        retries = self.retries
+        firsts = [retries.pop(n, None) for n in numbers] if retries else [None] * len(numbers)
+        results = list(map(Stored, numbers, statuses, payloads, firsts))
+        for owner, column in _by_owner(owners, results):
+            producer = self.producers[owner]
+            if producer is not None:
+                self.post(producer, column)
+
+    def post(self, producer: Producer, results: Sequence[Stored]) -> None:
+        """Put results into their producer's outbox."""
+        first = producer.outbox.last + 1
+        self.outbox_bytes += producer.outbox.add(results)
+        self.store.backing.keep_results(producer.index, first, results)
         self.touched.add(producer.index)
-        self.outbox_bytes += len(result.payload)
         self.unsent.add(producer.index)
 
     def bury(self, ref: int, reason: str, now: float) -> None:
@@ -471,20 +488,12 @@ class Fabric:
             self.retired_lanes["reused"] += group.lanes.reused_total
             self.retired_lanes["forced"] += group.lanes.forced_total
 
-    # -- upkeep -------------------------------------------------------------------------------
 
-    def maintain(self, group: Group, now: float) -> None:
-        """Retire the idle lanes of one shape and find the age of its oldest ready item."""
-        if group.lanes is not None:
-            for lane in group.lanes.maintain(now):
-                group.order.quiesce(lane)
-            if len(group.queues) > group.lanes.lanes_active:
-                held = {row.id for row in group.lanes.rows()}
-                for lane in [lane for lane in group.queues if lane not in held]:
-                    del group.queues[lane]
-        times = [
-            t
-            for queue in group.queues.values()
-            if queue.ready_items and (t := self.store.oldest_s(queue)) is not None
-        ]
-        group.oldest_s = min(times, default=None)
+def _by_owner(owners: Sequence[int], column: Sequence[T]) -> Iterable[tuple[int, Sequence[T]]]:
+    """(owner, its entries of `column`, in order); mostly there is one."""
+    if owners.count(owners[0]) == len(owners):
+        return ((owners[0], column),)
+    parts: dict[int, list[T]] = {}
+    for owner, entry in zip(owners, column, strict=True):
+        parts.setdefault(owner, []).append(entry)
+    return parts.items()

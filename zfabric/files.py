@@ -22,8 +22,9 @@ import functools
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -32,6 +33,7 @@ import xxhash
 
 from zfabric import catalog as catalogs
 from zfabric.diskroom import DiskRoom
+from zfabric.entries import Column
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
 from zfabric.filesegment import FileSegment
@@ -39,7 +41,7 @@ from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
 from zfabric.pins import Hole, Pins
 from zfabric.protocol import NUMBER_MAX
-from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Column, Header
+from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Header
 from zfabric.segments import Segment, Window
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
     "outbox",
     "quarantine",
 )
+# Empty directories are looked for this often, so many at a time, some 50 us each.
+SWEEP_S, SWEPT_MAX = 5.0, 1_000
 # Directory names longer than this are cut and made unique by a digest.
 NAME_CHARS_MAX = 180
 
@@ -118,6 +122,9 @@ class FileBacking:
         # files of items that have been written, and their bytes
         self.segment_files = 0
         self.segment_bytes = 0
+        # directories that a file was removed from; mostly the lane's next file is soon in there
+        self._left: dict[Path, None] = {}
+        self._next_sweep_s = 0.0
         self.room = DiskRoom(files)
         self.pins = Pins()
 
@@ -142,10 +149,10 @@ class FileBacking:
         """Where the file with this header belongs."""
         return self.root / place_of(header)
 
-    def owe_tombstone(self, file: SegmentFile, place: int) -> None:
-        """The item is completed; its result is written in this window."""
+    def owe_tombstones(self, file: SegmentFile, places: Iterable[int]) -> None:
+        """The items are completed; their results are written in this window."""
         owed = self._open_window.tombstones.setdefault(file.header.nonce, (file, []))
-        owed[1].append(place)
+        owed[1].extend(places)
 
     def owe_word(self, file: SegmentFile, place: int, word: int) -> None:
         """The item ended otherwise; what says so is written in this window."""
@@ -157,21 +164,32 @@ class FileBacking:
 
     # -- results ------------------------------------------------------------------------------
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
-        """Write a result of a producer, numbered `seq`."""
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
+        """See Backing."""
         kept = self.results.setdefault(owner, deque())
-        file = kept[-1].file if kept else None
-        # Entries of a file are in sequence; damage at a file's end may have cost some.
-        following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
-        if file is None or len(file.offsets) >= file.header.capacity or seq != following:
-            capacity, nonce = self.segment_items_max, secrets.randbits(64)
-            header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
-            file = SegmentFile(self, header)
-            kept.append(ResultFile(file, seq))
-        gap = result.gap if result.retry_of is None else result.retry_of
-        payloads = (result.payload,)
-        numbers, status = (result.number,), (int(result.status),)
-        file.append(Column((0,), owner, numbers, (gap,), seq, self.window, (0,), status, payloads))
+        start = 0
+        while start < len(results):
+            file = kept[-1].file if kept else None
+            # Entries of a file are in sequence; damage at a file's end may have cost some.
+            following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
+            if file is None or len(file.offsets) >= file.header.capacity or seq != following:
+                capacity, nonce = self.segment_items_max, secrets.randbits(64)
+                header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
+                file = SegmentFile(self, header)
+                kept.append(ResultFile(file, seq))
+            part = results[start : start + file.header.capacity - len(file.offsets)]
+            zeros = bytes(len(part))
+            gaps = [r.gap if r.retry_of is None else r.retry_of for r in part]
+            numbers, statuses = [r.number for r in part], [int(r.status) for r in part]
+            payloads = [r.payload for r in part]
+            file.append(
+                Column(
+                    zeros, owner, numbers, gaps, seq, self.window, zeros, statuses, payloads,
+                    when_step=1,
+                )
+            )  # fmt: skip
+            start += len(part)
+            seq += len(part)
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto` of `last`; see Backing."""
@@ -255,6 +273,16 @@ class FileBacking:
     def upkeep(self, now: float) -> None:
         """See Backing."""
         self._open_window.holes += self.pins.due(now)
+        if now >= self._next_sweep_s:
+            self._next_sweep_s = now + SWEEP_S
+            self._sweep(SWEPT_MAX)
+
+    def _sweep(self, directories_max: int) -> None:
+        """Remove directories that are still empty, at most so many."""
+        for directory in list(islice(self._left, directories_max)):
+            del self._left[directory]
+            self.files.remove_empty(directory)
+            self.files.remove_empty(directory.parent)
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -339,11 +367,11 @@ class FileBacking:
         while window.unlink:
             file = window.unlink[-1]
             path = file.path
-            self.descriptors.forget(file.header.nonce)
             self.files.unlink(path)
-            self.files.remove_empty(path.parent)
-            self.files.remove_empty(path.parent.parent)
             window.unlink.pop()
+            if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
+                (self.files.let_go or self.files.close)(descriptor)
+            self._left[path.parent] = None
         while window.punches:
             file, begin, end = window.punches.pop()
             if file.header.nonce not in self.catalog.retired:
@@ -407,6 +435,7 @@ class FileBacking:
             window = self.begin({})
             self.sync()
             self.end(window)
+        self._sweep(len(self._left))
         self.window += 1
         self._append_log([catalogs.pack_window(self.window)])
         self.sync()

@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from zfabric.entries import Column, ItemRow, Run
 from zfabric.entryfiles import SegmentFile
 from zfabric.pins import Hole
-from zfabric.segment import DEAD_WORD, Column
-from zfabric.segments import Append, Row
+from zfabric.segment import DEAD_WORD
+from zfabric.segments import LIVE, Append, Row
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
@@ -24,6 +25,7 @@ class FileSegment:
 
     __slots__ = (
         "_backing",
+        "_oldest",
         "boundary",
         "counts",
         "cursor",
@@ -54,6 +56,8 @@ class FileSegment:
         self.deleted = 0
         self.done_ahead = 0
         self.tokens = 0
+        # (entry, when it was appended), of the one that was asked for last or is waited for first
+        self._oldest: tuple[int, float] | None = None
         # (items, tokens) that ended other than completed, by state word
         self.counts: dict[int, tuple[int, int]] | None = None
         # runs of entries whose bytes were given back
@@ -61,6 +65,8 @@ class FileSegment:
 
     def extend(self, items: Append, now: float) -> int:
         """See Segment."""
+        if self.cursor == len(self.states):
+            self._oldest = len(self.states), now
         when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
         size = self.file.append(
             Column(
@@ -80,6 +86,18 @@ class FileSegment:
         self.tokens += sum(items.lengths)
         return size
 
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """See Segment."""
+        if self.cursor == len(self.states):
+            self._oldest = len(self.states), now
+        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
+        length = row[0]
+        size = self.file.append_one(producer, when_us, row)
+        self.lengths.append(length)
+        self.states.append(LIVE)
+        self.tokens += length
+        return size
+
     def flush(self) -> int:
         """See Segment."""
         return self.file.flush()
@@ -90,21 +108,30 @@ class FileSegment:
         enqueued_s = found.when_us / 1e6 - self._backing.wall_offset_s
         return Row(found.owner, found.number, found.target, found.tag, enqueued_s, payload)
 
+    def run(self, first: int, stop: int) -> Run:
+        """See Segment."""
+        return self.file.run(first, stop)
+
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
-        head = self.file.head(entry)
-        # Whoever hands it out will find the damage; a look at its age is no reason to stop.
-        return None if head is None else head.when_us / 1e6 - self._backing.wall_offset_s
+        if self._oldest is None or self._oldest[0] != entry:
+            head = self.file.head(entry)
+            if head is None:
+                # Whoever hands it out finds the damage; a look at its age is no reason to stop.
+                return None
+            self._oldest = entry, head.when_us / 1e6 - self._backing.wall_offset_s
+        return self._oldest[1]
 
-    def tombstone(self, entry: int, *, dead: bool) -> int:
-        """See Segment; written when the result it speaks of is durable."""
+    def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
+        """See Segment; written when the results it speaks of are durable."""
         self._backing.pins.ended(self)
         if dead:
-            self.count(DEAD_WORD, self.lengths[entry])
-            self._backing.owe_word(self.file, entry, DEAD_WORD)
+            for entry in range(first, stop):
+                self.count(DEAD_WORD, self.lengths[entry])
+                self._backing.owe_word(self.file, entry, DEAD_WORD)
         else:
-            self._backing.owe_tombstone(self.file, entry)
-        return self.file.payload_bytes(entry)
+            self._backing.owe_tombstones(self.file, range(first, stop))
+        return self.file.payload_bytes(first, stop)
 
     def count(self, word: int, tokens: int) -> None:
         """An entry ended, and not completed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -190,14 +190,16 @@ class Intake:
         by_arrival = self._fabric.config.policy == "fifo"
         order: Sequence[int] = columns["order"] if whole and not by_arrival else ()
         members: dict[int, list[int]] = {}
-        before = [producer.upto, *numbers[start : stop - 1]]
-        gaps = array("Q", bytes(8 * start))
-        gaps.extend([n - b for n, b in zip(numbers[start:stop], before, strict=True)])
-        for k in order or range(start, stop):
-            if producer.above and numbers[k] in producer.above:
-                self._fabric.count("resent_items")
-                continue
-            members.setdefault(columns["shapes"][k], []).append(k)
+        gaps = _gaps(producer.upto, numbers, start, stop)
+        places: Iterable[int] = order or range(start, stop)
+        if producer.above:
+            known = producer.above.intersection(numbers[start:stop])
+            self._fabric.count("resent_items", len(known))
+            places = [k for k in places if numbers[k] not in known]
+        shape_of = columns["shapes"]
+        for k in places:
+            members.setdefault(shape_of[k], []).append(k)
+        fits = max(sizes) <= self._fabric.config.payload_bytes_max and max(lengths) <= TOKENS_MAX
         producer.upto = numbers[stop - 1]
         if producer.above:
             producer.above = {number for number in producer.above if number > producer.upto}
@@ -207,7 +209,9 @@ class Intake:
             runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
         for number, chosen in runs:
             shape = self._admitted(shapes.get(number, "unknown_shape"))
-            good = self._refuse_bad(producer, shape, chosen, columns, gaps)
+            good = chosen
+            if not fits or not isinstance(shape, Shape):
+                good = self._refuse_bad(producer, shape, chosen, columns, gaps)
             if not good or not isinstance(shape, Shape):
                 continue
             self._fabric.accept(
@@ -258,7 +262,7 @@ class Intake:
             self._fabric.count("refused_items")
             number = columns["numbers"][k]
             refused = Stored(number, Status.REFUSED, payload, None, gaps[k])
-            self._fabric.post(producer, refused)
+            self._fabric.post(producer, (refused,))
         return good
 
     # -- answering ----------------------------------------------------------------------------
@@ -326,5 +330,22 @@ class Intake:
 def _check_numbers(numbers: array[int]) -> None:
     if not numbers:
         return
-    if numbers[0] < 1 or numbers[-1] > NUMBER_MAX or any(b <= a for a, b in pairwise(numbers)):
+    first, last = numbers[0], numbers[-1]
+    if first >= 1 and last <= NUMBER_MAX and _are_neighbours(numbers):
+        return
+    if first < 1 or last > NUMBER_MAX or any(b <= a for a, b in pairwise(numbers)):
         raise PeerError("malformed", "item numbers must ascend from 1")
+
+
+def _are_neighbours(numbers: array[int]) -> bool:
+    """Whether each number is the one before it and 1, as mostly."""
+    first, last = numbers[0], numbers[-1]
+    return last - first == len(numbers) - 1 and numbers == array("Q", range(first, last + 1))
+
+
+def _gaps(upto: int, numbers: array[int], start: int, stop: int) -> Sequence[int]:
+    """Of each place from `start` on: its number - the one that goes before it."""
+    if numbers[start] == upto + 1 and _are_neighbours(numbers):
+        return array("Q", (1,)) * len(numbers)
+    before = [upto, *numbers[start : stop - 1]]
+    return [0] * start + [n - b for n, b in zip(numbers[start:stop], before, strict=True)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zfabric.catalog import Catalog
+from zfabric.entries import Damage, aligned
 from zfabric.entryfiles import SegmentFile
 from zfabric.errors import StorageError
 from zfabric.outbox import Stored, error_payload
@@ -27,9 +28,7 @@ from zfabric.segment import (
     RESULTS,
     TOMBSTONE_WORD,
     VOID_WORD,
-    Damage,
     Header,
-    aligned,
 )
 from zfabric.segments import LIVE, TOMBSTONE
 
@@ -300,7 +299,7 @@ class Judge:
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
                     if patchy:
-                        found.live_bytes += found.file.payload_bytes(place)
+                        found.live_bytes += found.file.payload_bytes(place, place + 1)
                     else:
                         found.live_bytes += aligned(file.sizes[place])
                     if file.attempts[place]:

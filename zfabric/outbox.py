@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -41,10 +42,12 @@ class Outbox:
         """Sequence number of the newest result."""
         return self.acked + len(self._results)
 
-    def add(self, result: Stored) -> None:
-        """Keep one more result."""
-        self._results.append(result)
-        self.payload_bytes += len(result.payload)
+    def add(self, results: Sequence[Stored]) -> int:
+        """Keep more results; returns the bytes of their payloads."""
+        self._results.extend(results)
+        size = sum([len(result.payload) for result in results])
+        self.payload_bytes += size
+        return size
 
     def rewind(self) -> None:
         """Send everything unacknowledged again: the producer has a new connection."""
@@ -77,12 +80,11 @@ class Outbox:
         They may be beyond `sent`: sent on an earlier connection, acknowledged on this one.
         """
         count = max(0, min(upto, self.last) - self.acked)
-        for _ in range(count):
-            size = len(self._results.popleft().payload)
-            self.payload_bytes -= size
-            self.acked += 1
-            if self.acked <= self.sent:
-                self.bytes_in_flight -= size
+        freed = [self._results.popleft() for _ in range(count)]
+        sizes = [len(result.payload) for result in freed]
+        self.payload_bytes -= sum(sizes)
+        self.bytes_in_flight -= sum(sizes[: max(0, self.sent - self.acked)])
+        self.acked += count
         self.sent = max(self.sent, self.acked)
         return count
 

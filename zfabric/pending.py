@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zfabric.errors import InvariantError
+
 # (epoch of the connection, number of the batch on it)
 BatchId = tuple[int, int]
 
@@ -22,12 +24,19 @@ EXPIRED_MAX = 10_000
 
 @dataclass(slots=True)
 class Batch:
-    """One batch that a worker took. `outstanding` and `started` hold references."""
+    """One batch that a worker took: columns of its items, in its order.
+
+    `owners` are producers, `numbers` theirs; `outstanding` and `started` hold references.
+    """
 
     id: BatchId
     worker: str
     refs: list[int]
-    lengths: dict[int, int]
+    owners: list[int]
+    numbers: list[int]
+    lengths: list[int]
+    # (nonces, entries) as they went out
+    wire_refs: tuple[bytes, bytes]
     outstanding: set[int]
     lease_until: float
     sent_s: float
@@ -35,6 +44,8 @@ class Batch:
     padded_tokens: int = 0
     started: set[int] = field(default_factory=set)
     was_started: bool = False
+    # place of each reference, once somebody asks for some of them
+    place_of: dict[int, int] | None = None
 
     def start(self, indices: Sequence[int]) -> None:
         """Mark the items at `indices` (all of them where it is empty) as started."""
@@ -43,6 +54,14 @@ class Batch:
             self.started = set(self.refs)
         else:
             self.started.update(self.refs[k] for k in indices if k < len(self.refs))
+
+    def places(self, refs: Sequence[int]) -> Sequence[int]:
+        """Where each of `refs` stands in the batch."""
+        if refs == self.refs:
+            return range(len(refs))
+        if self.place_of is None:
+            self.place_of = {ref: k for k, ref in enumerate(self.refs)}
+        return [self.place_of[ref] for ref in refs]
 
     def in_order(self, refs: Iterable[int]) -> list[int]:
         """`refs` in the order of the batch."""
@@ -76,18 +95,24 @@ class Pending:
         """Every item of `batch` is now with its worker."""
         self.batches[batch.id] = batch
         self.by_ref.update(dict.fromkeys(batch.refs, batch))
-        self.tokens += sum(batch.lengths.values())
+        self.tokens += sum(batch.lengths)
 
-    def settle(self, ref: int) -> Batch | None:
-        """`ref` is no longer pending; returns the batch it was in, or None if it was in none."""
-        batch = self.by_ref.pop(ref, None)
-        if batch is None:
-            return None
-        batch.outstanding.discard(ref)
-        self.tokens -= batch.lengths[ref]
+    def settle(self, batch: Batch, refs: Sequence[int]) -> list[int]:
+        """`refs`, each once and all outstanding in `batch`, are no longer pending.
+
+        Returns the length of each, in tokens. Raises InvariantError, changing nothing, where one
+        is not.
+        """
+        if not batch.outstanding.issuperset(refs):
+            raise InvariantError(f"an item of batch {batch.id} is settled that is not out with it")
+        lengths = [batch.lengths[place] for place in batch.places(refs)]
+        for ref in refs:
+            del self.by_ref[ref]
+        batch.outstanding.difference_update(refs)
+        self.tokens -= sum(lengths)
         if not batch.outstanding:
             self.batches.pop(batch.id, None)
-        return batch
+        return lengths
 
     def remember_expired(self, batch: Batch, charged: list[int]) -> None:
         """Keep who was charged, for a worker that comes back late; bounded."""

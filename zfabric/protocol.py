@@ -22,6 +22,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -438,32 +439,28 @@ def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
         raise PeerError("malformed", "header fields must be a map")
     if _depth_exceeds(fields, NESTING_MAX):
         raise PeerError("malformed", f"header fields are nested more than {NESTING_MAX} deep")
-    for name, check in spec.required.items():
+    required, optional = spec.required, spec.optional
+    for name in required:
         if name not in fields:
             raise PeerError("malformed", f"field {name!r} is missing")
-        _run_check(check, name, fields[name])
     for name, value in fields.items():
-        if name in spec.optional:
-            _run_check(spec.optional[name], name, value)
-        elif name not in spec.required:
+        check = required.get(name) or optional.get(name)
+        if check is None:
             raise PeerError("malformed", f"unknown field {shown(name)}")
+        try:
+            check(name, value)
+        except UnicodeEncodeError:
+            raise PeerError("malformed", f"field {name!r} is not valid UTF-8") from None
     return fields
 
 
 def _depth_exceeds(value: object, levels: int) -> bool:
     """Whether maps and lists are nested deeper than `levels`. Bounded, whatever the value is."""
-    if isinstance(value, dict):
-        return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in value.values())
-    if isinstance(value, list):
-        return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in value)
-    return False
-
-
-def _run_check(check: Check, name: str, value: Any) -> None:
-    try:
-        check(name, value)
-    except UnicodeEncodeError:
-        raise PeerError("malformed", f"field {name!r} is not valid UTF-8") from None
+    values = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return False
+    inner = [v for v in values if type(v) is dict or type(v) is list]  # type: ignore[attr-defined]
+    return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in inner)
 
 
 def _decode_columns(frames: Sequence[Frame], spec: Spec) -> dict[str, array[int]]:
@@ -491,8 +488,5 @@ def _decode_columns(frames: Sequence[Frame], spec: Spec) -> dict[str, array[int]
 
 def split(body: bytes, sizes: Sequence[int]) -> list[bytes]:
     """`body` cut into `len(sizes)` payloads; `sizes` add up to its length (checked by `decode`)."""
-    payloads, start = [], 0
-    for size in sizes:
-        payloads.append(body[start : start + size])
-        start += size
-    return payloads
+    stops = list(accumulate(sizes))
+    return [body[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]

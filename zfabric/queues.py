@@ -68,10 +68,12 @@ class Columns:
     """What a batch needs of its items, in batch order."""
 
     nonces: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     tags: bytearray = field(default_factory=bytearray)
     shapes: list[int] = field(default_factory=list)
-    payloads: list[bytes] = field(default_factory=list)
+    payloads: list[bytes | memoryview] = field(default_factory=list)
 
 
 class Known(NamedTuple):

@@ -70,7 +70,7 @@ def _restore_producer(fabric: Fabric, found: FoundProducer, now: float) -> None:
     producer.upto, producer.above = found.upto, found.above
     producer.outbox.acked = producer.outbox.sent = found.acked_seq
     for result in found.results:
-        producer.outbox.add(result)
+        producer.outbox.add((result,))
         fabric.outbox_bytes += len(result.payload)
     producer.outstanding = len(found.results)
     fabric.producers[found.index] = producer
@@ -98,7 +98,8 @@ def _tell(fabric: Fabric, backing: FileBacking, lost: Lost, now: float) -> None:
     retry_of = fabric.retries.pop(lost.number, None)
     payload = error_payload("quarantined", text)
     producer.outstanding += 1
-    fabric.post(producer, Stored(lost.number, Status.QUARANTINED, payload, retry_of, lost.gap))
+    result = Stored(lost.number, Status.QUARANTINED, payload, retry_of, lost.gap)
+    fabric.post(producer, (result,))
     fabric.event(
         "item_quarantined", f"{producer.name} #{lost.number}: {text}", now, producer=producer.name
     )

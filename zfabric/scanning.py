@@ -14,26 +14,22 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from zfabric.entries import ENTRY_HEADER_BYTES, Damage, Entry, aligned, scan
 from zfabric.errors import ConfigError, StorageError
 from zfabric.outbox import Stored
 from zfabric.pins import Hole, around
 from zfabric.protocol import NUMBER_MAX
 from zfabric.segment import (
-    ENTRY_HEADER_BYTES,
     HEADER_BYTES,
     ITEMS,
     LIVE_WORD,
     RESULTS,
     TOMBSTONE_WORD,
-    Damage,
-    Entry,
     Header,
     NewerFormat,
-    aligned,
     decode_word,
     pack_header,
     read_header,
-    scan,
     words_of,
 )
 from zfabric.shapes import Shape

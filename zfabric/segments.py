@@ -8,10 +8,12 @@ times seconds on the caller's monotonic clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from zfabric.entries import ItemRow, Run
 from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
 
@@ -21,6 +23,23 @@ if TYPE_CHECKING:
 # A full segment is dropped whole; this many entries keep one live item from pinning much.
 MEMORY_SEGMENT_ITEMS_MAX = 16_384
 LIVE, TOMBSTONE = 0, 1
+
+
+def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+    """`places`, in their order, as runs of neighbours: (first, how many)."""
+    count = len(places)
+    if (
+        count
+        and places[-1] - places[0] == count - 1
+        and places == list(range(places[0], places[-1] + 1))
+    ):
+        return [(places[0], count)]
+    found, start = [], 0
+    for stop in range(1, count + 1):
+        if stop == count or places[stop] != places[stop - 1] + 1:
+            found.append((places[start], stop - start))
+            start = stop
+    return found
 
 
 @dataclass(slots=True)
@@ -39,6 +58,29 @@ class Append:
     payloads: list[bytes]
     # number - the number that went before it, by which a restart knows what is missing
     gaps: Sequence[int] = ()
+
+    def rows(self) -> Iterable[ItemRow]:
+        """(length, target, tag, number, gap, payload) of each."""
+        gaps = self.gaps or repeat(1, len(self.lengths))
+        return zip(
+            self.lengths, self.targets, self.tags, self.numbers, gaps, self.payloads, strict=True
+        )
+
+    def chosen(self, places: list[int]) -> Append:
+        """Those at `places`, which ascend."""
+        first, last = places[0], places[-1]
+        # Mostly a run of a sorted message: then slices, which cost a third.
+        if last - first == len(places) - 1:
+            return self.part(first, last + 1)
+        return Append(
+            [self.lengths[k] for k in places],
+            [self.targets[k] for k in places],
+            bytes([self.tags[k] for k in places]),
+            self.producer,
+            [self.numbers[k] for k in places],
+            [self.payloads[k] for k in places],
+            [self.gaps[k] for k in places] if self.gaps else (),
+        )
 
     def part(self, start: int, stop: int) -> Append:
         """Some of them, in order."""
@@ -86,23 +128,37 @@ class Segment(Protocol):
         Returns the bytes that their payloads take there.
         """
 
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """As `extend`, for an item that comes alone: columns of one cost as much as the item."""
+
     def flush(self) -> int:
         """Store what was taken in; returns how many system calls that took."""
 
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
 
+    def run(self, first: int, stop: int) -> Run:
+        """Neighbouring live entries. Raises StorageError where one cannot be read."""
+
     def enqueued_s(self, entry: int) -> float | None:
         """When a live entry was appended, on the caller's clock; None where it cannot be read."""
 
-    def tombstone(self, entry: int, *, dead: bool) -> int:
-        """The entry is over (`dead`: given up); returns the bytes that its payload took."""
+    def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
+        """Neighbouring entries are over (`dead`: given up); returns what their payloads took."""
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """How often the entry has been charged."""
 
     def drop(self) -> None:
         """Every entry is over."""
+
+
+def live_from(segment: Segment, items_max: int) -> Sequence[int]:
+    """Up to `items_max` entries that are ready, from the cursor on."""
+    if not segment.done_ahead:
+        return range(segment.cursor, min(segment.cursor + items_max, segment.boundary))
+    ahead = range(segment.cursor, segment.boundary)
+    return list(islice((k for k in ahead if segment.states[k] == LIVE), items_max))
 
 
 @dataclass(slots=True)
@@ -166,8 +222,8 @@ class Backing(Protocol):
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """A new, empty segment."""
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
-        """Keep a result of a producer, numbered `seq`."""
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
+        """Keep results of a producer, numbered from `seq` on."""
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto`; `last` is its newest."""
@@ -245,6 +301,15 @@ class MemorySegment:
         self.states.extend(bytes(len(items.lengths)))
         return sum(map(len, items.payloads))
 
+    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
+        """See Segment."""
+        length, target, tag, number, _, payload = row
+        self.lengths.append(length)
+        self.meta.extend((number, producer << 32 | target, int(now * 1e6) << 8 | tag))
+        self.payloads.append(payload)
+        self.states.append(LIVE)
+        return len(payload)
+
     def flush(self) -> int:
         """See Segment."""
         return 0
@@ -259,14 +324,29 @@ class MemorySegment:
             owner >> 32, number, owner & 0xFFFF_FFFF, word & 0xFF, (word >> 8) / 1e6, payload
         )
 
+    def run(self, first: int, stop: int) -> Run:
+        """See Segment."""
+        words = self.meta[META_WORDS * first : META_WORDS * stop]
+        payloads = [p for p in self.payloads[first:stop] if p is not None]
+        if len(payloads) != stop - first:
+            raise InvariantError(f"an entry from {first} to {stop} is read but has no payload")
+        owners = words[1::META_WORDS]
+        return Run(
+            [owner >> 32 for owner in owners],
+            words[::META_WORDS].tolist(),
+            [owner & 0xFFFF_FFFF for owner in owners],
+            bytes([word & 0xFF for word in words[2::META_WORDS]]),
+            payloads,
+        )
+
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
         return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
 
-    def tombstone(self, entry: int, *, dead: bool) -> int:
+    def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
         """See Segment."""
-        size = len(self.payloads[entry] or b"")
-        self.payloads[entry] = None
+        size = sum(len(payload or b"") for payload in self.payloads[first:stop])
+        self.payloads[first:stop] = [None] * (stop - first)
         return size
 
     def set_attempts(self, entry: int, attempts: int) -> None:
@@ -289,7 +369,7 @@ class MemoryBacking:
         """See Backing."""
         return MemorySegment(slot, nonce, queue)
 
-    def keep_result(self, owner: int, seq: int, result: Stored) -> None:
+    def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
         """See Backing; the outbox itself is the memory."""
 
     def free_results(self, owner: int, upto: int, last: int) -> None:

@@ -16,13 +16,23 @@ or batch an item belongs in.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
+from zfabric.entries import ItemRow
 from zfabric.errors import InvariantError, NoSpace
 from zfabric.queues import Columns, Known, LaneQueue, Take
-from zfabric.segments import LIVE, TOMBSTONE, Append, Backing, MemoryBacking, Segment
+from zfabric.segments import (
+    LIVE,
+    TOMBSTONE,
+    Append,
+    Backing,
+    MemoryBacking,
+    Segment,
+    live_from,
+    runs_of,
+)
 from zfabric.shapes import Shape
 
 ENTRY_BITS = 32
@@ -140,6 +150,20 @@ class Store:
             queue.unpublished = True
             self._dirty.append(queue)
 
+    def append_one(self, queue: LaneQueue, producer: int, row: ItemRow, now: float) -> None:
+        """As `append`, for an item that is alone in its queue's share of a message."""
+        segments = queue.segments
+        segment = segments[-1] if segments else self._new_segment(queue)
+        if len(segment.states) >= self.backing.segment_items_max:
+            segment = self._new_segment(queue)
+        size = segment.extend_one(producer, row, now)
+        self.payload_bytes += size
+        self.unwritten_bytes += size
+        self.items += 1
+        if not queue.unpublished:
+            queue.unpublished = True
+            self._dirty.append(queue)
+
     def _new_segment(self, queue: LaneQueue) -> Segment:
         slot = self._next_slot
         self._next_slot += 1
@@ -220,24 +244,10 @@ class Store:
             room = items_max - len(refs)
             if room <= 0:
                 break
-            self._peek_segment(segment, room, refs, lengths)
+            live, base = live_from(segment, room), segment.slot << ENTRY_BITS
+            refs += [base + entry for entry in live]
+            lengths += [segment.lengths[entry] for entry in live]
         return Take(queue, refs, lengths, returned)
-
-    @staticmethod
-    def _peek_segment(segment: Segment, room: int, refs: list[int], lengths: list[int]) -> None:
-        base = segment.slot << ENTRY_BITS
-        if not segment.done_ahead:
-            stop = min(segment.cursor + room, segment.boundary)
-            refs.extend(range(base + segment.cursor, base + stop))
-            lengths.extend(segment.lengths[segment.cursor : stop])
-            return
-        for entry in range(segment.cursor, segment.boundary):
-            if segment.states[entry] == LIVE:
-                refs.append(base + entry)
-                lengths.append(segment.lengths[entry])
-                room -= 1
-                if not room:
-                    return
 
     def _length(self, ref: int) -> int:
         return self._slots[ref >> ENTRY_BITS].lengths[ref & ENTRY_MASK]
@@ -245,15 +255,15 @@ class Store:
     def longest(self, queue: LaneQueue) -> int:
         """The longest ready item of `queue`, in tokens (0 when it is empty)."""
         if queue.longest_known is None:
-            take = self.peek_all(queue)
-            queue.longest_known = max((self._length(ref) for ref in take), default=0)
+            queue.longest_known = max(map(self._length, self.peek_all(queue)), default=0)
         return queue.longest_known
 
     def peek_all(self, queue: LaneQueue) -> list[int]:
         """References of every ready item of `queue`, in reading order."""
         refs = list(queue.returned or ())
         for segment in queue.segments:
-            self._peek_segment(segment, len(segment.states), refs, [])
+            base = segment.slot << ENTRY_BITS
+            refs += [base + entry for entry in live_from(segment, len(segment.states))]
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -284,17 +294,29 @@ class Store:
     def columns(self, refs: Sequence[int]) -> Columns:
         """What a batch of `refs` needs. Raises InvariantError where one is gone or tombstoned."""
         out = Columns()
-        for ref in refs:
-            segment = self._slots.get(ref >> ENTRY_BITS)
-            entry = ref & ENTRY_MASK
-            if segment is None or segment.states[entry] != LIVE:
-                raise InvariantError(f"item {ref:#x} is to be read but is not live")
-            row = segment.read(entry)
-            out.nonces.append(segment.nonce)
-            (out.shapes if segment.queue.mixed else out.targets).append(row.target)
-            out.tags.append(row.tag)
-            out.payloads.append(row.payload)
+        for segment, first, stop in self._runs(refs):
+            if segment.states.count(LIVE, first, stop) != stop - first:
+                raise InvariantError(f"items {first} to {stop} are to be read but one is not live")
+            run = segment.run(first, stop)
+            out.nonces += [segment.nonce] * (stop - first)
+            out.owners += run.owners
+            out.numbers += run.numbers
+            (out.shapes if segment.queue.mixed else out.targets).extend(run.targets)
+            out.tags += run.tags
+            out.payloads += run.payloads
         return out
+
+    def _runs(self, refs: Sequence[int]) -> Iterator[tuple[Segment, int, int]]:
+        """`refs`, in their order, as (segment, first entry, the one behind the last).
+
+        Raises InvariantError where a segment is gone.
+        """
+        for first, count in runs_of(refs):
+            segment = self._slots.get(first >> ENTRY_BITS)
+            if segment is None:
+                raise InvariantError(f"segment of item {first:#x} is gone")
+            entry = first & ENTRY_MASK
+            yield segment, entry, entry + count
 
     def signature_of(self, slot: int) -> tuple[str, int]:
         """(model, signature) in the header of a segment."""
@@ -312,22 +334,21 @@ class Store:
         for k in range(take.returned):
             if queue.returned is None or take.refs[k] != queue.returned[k]:
                 raise InvariantError(f"returned item {take.refs[k]:#x} moved under a batch")
-        cursors: dict[int, int] = {}
-        for ref in take.refs[take.returned :]:
-            slot, entry = ref >> ENTRY_BITS, ref & ENTRY_MASK
-            segment = self._slots.get(slot)
-            if segment is None or segment.queue is not queue:
-                raise InvariantError(f"segment of item {ref:#x} is gone")
-            if not cursors.get(slot, segment.cursor) <= entry < segment.boundary:
-                raise InvariantError(f"item {ref:#x} is not between cursor and boundary")
-            if segment.states[entry] != LIVE:
-                raise InvariantError(f"item {ref:#x} is already tombstoned")
-            cursors[slot] = entry + 1
-        return [(self._slots[slot], cursor) for slot, cursor in cursors.items()]
+        cursors: dict[int, tuple[Segment, int]] = {}
+        refs = take.refs[take.returned :] if take.returned else take.refs
+        for segment, first, stop in self._runs(refs):
+            _, cursor = cursors.get(segment.slot, (segment, segment.cursor))
+            if segment.queue is not queue or not cursor <= first <= stop <= segment.boundary:
+                raise InvariantError(f"items {first} to {stop} are not between cursor and boundary")
+            if segment.states.count(LIVE, first, stop) != stop - first:
+                raise InvariantError(f"one of items {first} to {stop} is already tombstoned")
+            cursors[segment.slot] = segment, stop
+        return list(cursors.values())
 
-    def commit(self, take: Take) -> None:
-        """Advance past `take`: verify all of it, then move. Raises InvariantError."""
-        cursors = self.verify(take)
+    def commit(self, take: Take, cursors: Sequence[tuple[Segment, int]] | None = None) -> None:
+        """Advance past `take`: `cursors` are of `verify`, just now. Raises InvariantError."""
+        if cursors is None:
+            cursors = self.verify(take)
         queue = take.queue
         if take.returned and queue.returned is not None:
             del queue.returned[: take.returned]
@@ -385,11 +406,9 @@ class Store:
 
     def charge(self, ref: int, by: int = 1) -> int:
         """Count (or with `by` -1 take back) an attempt of a live item; returns how many it has."""
-        attempts = max(0, self.attempts.get(ref, 0) + by)
-        if attempts:
-            self.attempts[ref] = attempts
-        else:
-            self.attempts.pop(ref, None)
+        attempts = self.attempts[ref] = max(0, self.attempts.get(ref, 0) + by)
+        if not attempts:
+            del self.attempts[ref]
         segment = self._slots.get(ref >> ENTRY_BITS)
         if segment is not None and segment.states[ref & ENTRY_MASK] == LIVE:
             segment.set_attempts(ref & ENTRY_MASK, attempts)
@@ -441,12 +460,33 @@ class Store:
             if queue.solo:
                 queue.solo.discard(ref)
             self._unready(queue, 1, (segment.lengths[entry],))
-        segment.states[entry] = TOMBSTONE
-        self.payload_bytes -= segment.tombstone(entry, dead=dead)
+        self._end(segment, entry, entry + 1, dead=dead)
+
+    def complete_dispatched(self, refs: Sequence[int]) -> list[tuple[LaneQueue, int]]:
+        """As `complete`, of items that are out with a worker: each ref once, none of them ready.
+
+        Returns (queue, items) that have ended. Raises InvariantError, changing nothing, where one
+        is tombstoned or was never dispatched.
+        """
+        runs = list(self._runs(refs))
+        for segment, first, stop in runs:
+            live = segment.states.count(LIVE, first, stop)
+            if live != stop - first or stop > segment.cursor:
+                raise InvariantError(f"of items {first} to {stop}, {live} are live: ended twice?")
+        for segment, first, stop in runs:
+            self._end(segment, first, stop, dead=False)
+        return [(segment.queue, stop - first) for segment, first, stop in runs]
+
+    def _end(self, segment: Segment, first: int, stop: int, *, dead: bool) -> None:
+        count = stop - first
+        segment.states[first:stop] = bytes((TOMBSTONE,)) * count
+        self.payload_bytes -= segment.tombstone(first, stop, dead=dead)
         if self.attempts:
-            self.attempts.pop(ref, None)
-        segment.deleted += 1
-        self.items -= 1
+            base = segment.slot << ENTRY_BITS
+            for entry in range(first, stop):
+                self.attempts.pop(base + entry, None)
+        segment.deleted += count
+        self.items -= count
         if segment.deleted == len(segment.states):
             self._drop(segment)
 

@@ -21,6 +21,7 @@ from zfabric.peers import Peer, Worker
 from zfabric.protocol import Status as Ended
 from zfabric.shapes import Contract, Shape
 from zfabric.store import Store
+from zfabric.upkeep import Upkeep
 
 # A backlog of more than this part of the sample would leave too little to look at.
 BACKLOG_SHARE = 4
@@ -109,15 +110,12 @@ class _Card:
         self._contract = contract
         self._offers = Offers(fabric)
         self._workers: dict[str, Worker] = {}
-        self._maintained_s = 0.0
+        self._upkeep = Upkeep(fabric)
 
     def serve(self, now: float, backlog_items: int) -> None:
         """Hand out and end batches until only the backlog waits."""
         fabric = self._fabric
-        if now - self._maintained_s >= 1.0:
-            self._maintained_s = now
-            for group in list(fabric.groups.values()):
-                fabric.maintain(group, now)
+        self._upkeep.turn(now)
         while fabric.store.ready_items > backlog_items:
             for model in fabric.models.values():
                 model.hungry[self._worker(model.name).name] = None
@@ -125,8 +123,9 @@ class _Card:
             if offer is None:
                 return
             self._offers.commit(offer, now)
-            for ref in offer.batch.refs:
-                fabric.end(ref, Ended.OK, b"", now)
+            count = len(offer.batch.refs)
+            ended = (Ended.OK,) * count, (b"",) * count
+            fabric.end_dispatched(offer.batch, offer.batch.refs, *ended)
             offer.worker.held.clear()
 
     def _worker(self, model: str) -> Worker:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zfabric.cli import bench_policies, bench_top, common
+from zfabric.cli import bench_pipeline, bench_policies, bench_top, common
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
@@ -57,6 +57,7 @@ def add(commands: common.Commands) -> None:
             "--dir", type=Path, default=None, metavar="DIR", help="where to put files"
         )
         common.add_json(parser)
+    bench_pipeline.add(within)
     bench_policies.add(within)
 
 

@@ -41,11 +41,11 @@ def add(within: common.Commands) -> None:
 def _add_wall(within: common.Commands) -> None:
     example = "zfabric bench wall --lanes 128 --lengths lengths.csv --column context_tokens"
     wall = common.add_command(within, "wall", _wall, "waste as lanes run out", WALL, example)
-    _number(wall, "--lanes", LANES_MAX, "lanes a shape may use")
-    _number(wall, "--items", 22_000_000, "items, all shapes together")
-    _number(wall, "--shapes", 8, "shapes")
-    _trace(wall)
-    _number(wall, "--backlog", 2_000, "items of a shape that wait before a batch is packed")
+    number(wall, "--lanes", LANES_MAX, "lanes a shape may use")
+    number(wall, "--items", 22_000_000, "items, all shapes together")
+    number(wall, "--shapes", 8, "shapes")
+    trace_flags(wall)
+    number(wall, "--backlog", 2_000, "items of a shape that wait before a batch is packed")
     wall.add_argument(
         "--rate", type=float, default=2_225.0, metavar="R", help="arrivals/s of a shape (2225)"
     )
@@ -55,7 +55,7 @@ def _add_wall(within: common.Commands) -> None:
     wall.add_argument(
         "--sort", action="store_true", help="sort messages from the longest down, as clients do"
     )
-    _number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
+    number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
     wall.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the plot as SVG too")
     common.add_json(wall)
 
@@ -63,9 +63,9 @@ def _add_wall(within: common.Commands) -> None:
 def _add_waste(within: common.Commands) -> None:
     example = "zfabric bench waste --backlogs 2000 20000"
     waste = common.add_command(within, "waste", _waste, "waste against batch fill", WASTE, example)
-    _number(waste, "--items", 400_000, "items")
-    _number(waste, "--lanes", LANES_MAX, "lanes a shape may use")
-    _trace(waste)
+    number(waste, "--items", 400_000, "items")
+    number(waste, "--lanes", LANES_MAX, "lanes a shape may use")
+    trace_flags(waste)
     waste.add_argument(
         "--backlogs", type=int, nargs="+", default=[2_000, 20_000], metavar="N", help="items"
     )
@@ -100,8 +100,8 @@ def _add_policies(within: common.Commands) -> None:
     policies = common.add_command(
         within, "policies", _policies, "speed of the rules alone", POLICIES, example
     )
-    _number(policies, "--items", 200_000, "items")
-    _trace(policies)
+    number(policies, "--items", 200_000, "items")
+    trace_flags(policies)
     policies.add_argument(
         "--check",
         action="store_true",
@@ -110,21 +110,21 @@ def _add_policies(within: common.Commands) -> None:
     common.add_json(policies)
 
 
-def _number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+def number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
     parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} ({default})")
 
 
-def _trace(parser: argparse.ArgumentParser) -> None:
+def trace_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=Path, metavar="CSV", help="lengths to draw from (a synthetic trace)"
     )
     parser.add_argument(
         "--column", default="context_tokens", metavar="NAME", help="its column (context_tokens)"
     )
-    _number(parser, "--seed", 1, "seed of the draw")
+    number(parser, "--seed", 1, "seed of the draw")
 
 
-def _check(args: argparse.Namespace, *flags: str) -> None:
+def check_positive(args: argparse.Namespace, *flags: str) -> None:
     """Raises ConfigError where a number that must be positive is not."""
     for flag in flags:
         value = getattr(args, flag)
@@ -133,13 +133,13 @@ def _check(args: argparse.Namespace, *flags: str) -> None:
                 raise ConfigError(f"--{flag} must be more than 0, not {each}")
 
 
-def _head() -> dict[str, Any]:
+def head() -> dict[str, Any]:
     from zfabric.bench import machine
 
     return {"command": "zfabric " + " ".join(sys.argv[1:]), "machine": machine()}
 
 
-def _show_head(head: Mapping[str, Any]) -> None:
+def show_head(head: Mapping[str, Any]) -> None:
     machine = ", ".join(f"{name} {value}" for name, value in head["machine"].items())
     common.show(common.pairs([("command", head["command"]), ("machine", machine)]))
     common.show("")
@@ -148,7 +148,7 @@ def _show_head(head: Mapping[str, Any]) -> None:
 def _wall(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, plot, wall
 
-    _check(args, "lanes", "items", "shapes", "backlog", "rate")
+    check_positive(args, "lanes", "items", "shapes", "backlog", "rate")
     if args.items // args.shapes < wall.SLICES:
         raise ConfigError(f"--items must be at least {wall.SLICES} for each of the --shapes")
     load = wall.Load(
@@ -177,11 +177,11 @@ def _wall(args: argparse.Namespace) -> int:
             args.plot.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--plot {args.plot} cannot be written: {error}") from None
-    head = _head()
+    top = head()
     if args.json:
-        common.show_json({**head, **found})
+        common.show_json({**top, **found})
         return 0
-    _show_head(head)
+    show_head(top)
     rows = [(f"{k}/{wall.TENTHS}", row) for k, row in enumerate(found["tenths"], 1)]
     common.show(_tenths([*rows, ("all", found)]))
     plain = "utf" not in (sys.stdout.encoding or "").lower()
@@ -237,12 +237,12 @@ def _ratio(cost: float | None) -> str:
 def _waste(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, waste
 
-    _check(args, "items", "lanes", "backlogs")
+    check_positive(args, "items", "lanes", "backlogs")
     trace = lengths.trace(args.lengths, args.column)
     if args.items <= max(args.backlogs):
         raise ConfigError("--items must be more than each of the --backlogs")
     rows = list(waste.run(trace, args.items, args.backlogs, args.lanes, args.seed))
-    _print_rows(
+    print_rows(
         args,
         {"items": args.items, "lanes_limit": args.lanes},
         rows,
@@ -262,7 +262,7 @@ def _waste(args: argparse.Namespace) -> int:
 def _order(args: argparse.Namespace) -> int:
     from zfabric.bench import order
 
-    _check(args, "backlogs")
+    check_positive(args, "backlogs")
     if min(args.max_waits) < 0:
         raise ConfigError(f"--max-waits must be at least 0, not {min(args.max_waits)}")
     requests = order.synthetic() if args.trace is None else order.read(args.trace)
@@ -273,7 +273,7 @@ def _order(args: argparse.Namespace) -> int:
         "ceiling_ratio": order.ceiling(requests),
     }
     rows = list(order.run(requests, args.backlogs, args.max_waits))
-    _print_rows(
+    print_rows(
         args,
         about,
         rows,
@@ -298,7 +298,7 @@ def _order(args: argparse.Namespace) -> int:
 def _policies(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, policies
 
-    _check(args, "items")
+    check_positive(args, "items")
     if args.check:
         return _check_counts(args)
     rows = list(policies.run(lengths.trace(args.lengths, args.column), args.items, args.seed))
@@ -309,7 +309,7 @@ def _policies(args: argparse.Namespace) -> int:
         "items_per_s": _whole,
         "instructions_per_item": "{:.1f}".format,
     }
-    _print_rows(args, about, rows, shown)
+    print_rows(args, about, rows, shown)
     return 0
 
 
@@ -323,22 +323,22 @@ def _check_counts(args: argparse.Namespace) -> int:
         "recorded": lambda n: "-" if n is None else f"{n:.1f}",
         "growth": _share,
     }
-    _print_rows(args, {}, rows, shown)
+    print_rows(args, {}, rows, shown)
     return 1 if any((row["growth"] or 0) > policies.GROWTH_MAX - 1 for row in rows) else 0
 
 
-def _print_rows(
+def print_rows(
     args: argparse.Namespace,
     about: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     shown: Mapping[str, Callable[[Any], str]],
 ) -> None:
     """The report as JSON, or as one table with a column for each of `shown`."""
-    head = _head()
+    top = head()
     if args.json:
-        common.show_json({**head, **about, "rows": rows})
+        common.show_json({**top, **about, "rows": rows})
         return
-    _show_head(head)
+    show_head(top)
     if about:
         common.show(common.pairs([(k, _plain(v)) for k, v in about.items()]) + "\n")
     headers = [name.removesuffix("_ratio") for name in shown]

@@ -149,17 +149,10 @@ def _look(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[
 
 
 def _read(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
+    from zfabric.entries import Damage, scan
     from zfabric.files import place_of
     from zfabric.pins import around
-    from zfabric.segment import (
-        HEADER_BYTES,
-        Damage,
-        decode_word,
-        pack_header,
-        read_header,
-        scan,
-        words_of,
-    )
+    from zfabric.segment import HEADER_BYTES, decode_word, pack_header, read_header, words_of
 
     data = path.read_bytes()
     try:

@@ -1,0 +1,210 @@
+"""The broker's hot path in one process: what each step costs for each item, without a socket.
+
+A producer, two workers and a store are driven as the broker's loop drives them. Timed, for people;
+the same drive is counted in bytecode instructions by a check. CPU is microseconds an item.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zfabric.access import PRODUCERS, WORKERS
+from zfabric.config import BrokerConfig
+from zfabric.dispatcher import Dispatcher
+from zfabric.osfiles import OsFiles
+from zfabric.protocol import FROM_BROKER, Type, decode, encode, packed
+from zfabric.recovery import open_backing
+from zfabric.shapes import Shape
+from zfabric.store import Store
+
+MODEL = "bench"
+ITEMS_MAX = 10**8
+CONTRACT = {"batch_items_max": 32, "batch_tokens_max": 65_536, "input_tokens_max": 65_536}
+MESSAGE_ITEMS = 512
+WORKERS_NAMES = (b"w0", b"w1")
+STEPS = ("accept", "write", "offer", "commit", "done", "result", "ack", "tick")
+
+
+class Drive:
+    """A dispatcher, and everything around it that a broker's loop would be."""
+
+    def __init__(
+        self, directory: Path | None, shapes: int, lanes: int, size: int, lengths: Sequence[int]
+    ) -> None:
+        backing = None
+        if directory is not None:
+            backing, _ = open_backing(directory, "fsync", OsFiles(directory))
+        config = BrokerConfig(
+            data=str(directory) if directory else None,
+            lanes=lanes,
+            max_items=ITEMS_MAX,
+            producer_items_max=ITEMS_MAX,
+            max_bytes=10**12,
+        )
+        self.dispatcher = Dispatcher(config, Store(backing), 1)
+        self.backing = self.dispatcher.fabric.store.backing
+        self.spent: Counter[str] = Counter()
+        self.completed = 0
+        self._rng = random.Random(1)
+        self._shapes, self._lengths, self._payload = shapes, lengths, bytes(size)
+        self._next = 1
+        self._held: dict[bytes, deque[Any]] = {name: deque() for name in WORKERS_NAMES}
+        self._acked = 0
+        self._say(PRODUCERS, b"p", Type.HELLO, {"role": "producer", "name": "p", "instance": 1})
+        for k in range(shapes):
+            words = struct.pack("<Q", Shape.of(MODEL, str(k)).components[0])
+            self._say(PRODUCERS, b"p", Type.SHAPE, {"id": k, "model": MODEL, "components": words})
+        for name in WORKERS_NAMES:
+            hello = {"role": "worker", "name": name.decode(), "instance": 1, "model": MODEL}
+            self._say(WORKERS, name, Type.HELLO, {**hello, **CONTRACT})
+            self._say(WORKERS, name, Type.HEARTBEAT, {"received": 0, "window": 2})
+
+    def _say(
+        self,
+        endpoint: str,
+        name: bytes,
+        kind: Type,
+        fields: dict[str, Any],
+        columns: Sequence[bytes] = (),
+        body: bytes | None = None,
+    ) -> None:
+        frames = encode(kind, fields, columns, body)
+        self.dispatcher.receive(endpoint, name, frames, time.monotonic())
+
+    def submit(self, items: int = MESSAGE_ITEMS) -> None:
+        """One message of a producer."""
+        lengths = self._rng.choices(self._lengths, k=items)
+        numbers = range(self._next, self._next + items)
+        order = sorted(range(items), key=lengths.__getitem__, reverse=True)
+        columns = [
+            packed("Q", numbers),
+            packed("I", lengths),
+            packed("I", [len(self._payload)] * items),
+            packed("I", [n % self._shapes for n in numbers]),
+            packed("I", order),
+        ]
+        frames = encode(
+            Type.SUBMIT, {"after": self._next - 1, "more": True}, columns, self._payload * items
+        )
+        self._next += items
+        with Timed(self.spent, "accept"):
+            self.dispatcher.receive(PRODUCERS, b"p", frames, time.monotonic())
+
+    def turn(self) -> None:
+        """What one turn of the loop does, with its sync."""
+        now = time.monotonic()
+        # Nobody is silent, however slow the machine is.
+        for peer in self.dispatcher.peers.values():
+            peer.heard_s = now
+        with Timed(self.spent, "tick"):
+            self.dispatcher.tick(time.monotonic(), time.time(), drained=True)
+        with Timed(self.spent, "write"):
+            self.dispatcher.flush(time.monotonic())
+        if self.dispatcher.sync_wanted:
+            self.backing.sync()
+            with Timed(self.spent, "write"):
+                self.dispatcher.synced()
+
+    def hand_out(self) -> None:
+        """Offers until there are none."""
+        while True:
+            now = time.monotonic()
+            with Timed(self.spent, "offer"):
+                offer = self.dispatcher.next_offer(now)
+            if offer is None or offer.worker.peer is None:
+                return
+            with Timed(self.spent, "commit"):
+                self.dispatcher.commit(offer, now)
+            self._held[offer.worker.peer.routing_id].append(offer.frames)
+
+    def finish(self) -> None:
+        """Each worker starts and finishes all that it has."""
+        for name, held in self._held.items():
+            while held:
+                message = decode(held.popleft(), FROM_BROKER)
+                batch_id = {k: message.fields[k] for k in ("epoch", "n")}
+                items = len(message.columns["nonces"])
+                columns = [
+                    packed("Q", message.columns["nonces"]),
+                    packed("I", message.columns["entries"]),
+                    bytes(items),
+                    packed("I", [8] * items),
+                ]
+                started = encode(Type.STARTED, batch_id, [b""])
+                done = encode(Type.DONE, batch_id, columns, bytes(8 * items))
+                with Timed(self.spent, "done"):
+                    self.dispatcher.receive(WORKERS, name, started, time.monotonic())
+                    self.dispatcher.receive(WORKERS, name, done, time.monotonic())
+                self.completed += items
+
+    def read(self) -> None:
+        """The producer takes its results."""
+        outgoing = self.dispatcher.outgoing
+        seq = 0
+        while outgoing:
+            frames = outgoing.popleft().frames
+            if frames[0][3] == Type.RESULT:
+                message = decode(frames, FROM_BROKER)
+                seq = message.fields["seq"] + len(message.columns["numbers"]) - 1
+        if seq:
+            ack = encode(Type.RESULT_ACK, {"upto": seq})
+            with Timed(self.spent, "ack"):
+                self.dispatcher.receive(PRODUCERS, b"p", ack, time.monotonic())
+
+
+class Timed:
+    """CPU seconds of a block, added to a counter; what it cost to look is taken off."""
+
+    def __init__(self, spent: Counter[str], step: str) -> None:
+        self._spent, self._step = spent, step
+
+    def __enter__(self) -> None:
+        self._started = time.thread_time()
+
+    def __exit__(self, *exc: object) -> None:
+        self._spent[self._step] += time.thread_time() - self._started  # type: ignore[assignment]
+
+
+def run(
+    directory: Path | None,
+    *,
+    shapes: int,
+    lanes: int,
+    waiting: int,
+    items: int,
+    size: int,
+    lengths: Sequence[int],
+) -> dict[str, float]:
+    """CPU microseconds an item of each step, with `waiting` items a shape queued all along."""
+    drive = Drive(directory, shapes, lanes, size, lengths)
+    submitted = 0
+    while submitted < shapes * waiting:
+        for _ in range(4):
+            drive.submit()
+        submitted += 4 * MESSAGE_ITEMS
+        drive.turn()
+        drive.read()
+    drive.spent.clear()
+    gc.collect()
+    gc.freeze()
+    loops = 0
+    while drive.completed < items:
+        before = drive.completed
+        while drive.completed - before < 4 * MESSAGE_ITEMS:
+            drive.hand_out()
+            drive.finish()
+            loops += 1
+        for _ in range((drive.completed - before) // MESSAGE_ITEMS):
+            drive.submit()
+        drive.turn()
+        drive.read()
+    figures = {step: drive.spent[step] * 1e6 / drive.completed for step in STEPS}
+    drive.backing.close()
+    return {**figures, "total": sum(figures.values()), "loops": loops / drive.completed}

@@ -1,0 +1,155 @@
+"""Both ends of the pipeline benchmark, a process each: `python -m zfabric.bench.loads ROLE JSON`.
+
+The producer keeps so many items open and submits whenever there is room, through the SDK. A worker
+has the real conversation (`WorkerSession`) on a bare socket: no engine process, it reads every byte
+of each payload and answers with a digest of 8 bytes. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import xxhash
+import zmq
+
+from zfabric.bench.lengths import trace
+from zfabric.client import Client
+from zfabric.engine import Result
+from zfabric.results import CHUNK_ITEMS, Item, Results
+from zfabric.session import Arrival
+from zfabric.shapes import Contract, Shape
+from zfabric.transport import connect_dealer
+from zfabric.worker_session import WorkerSession
+
+MODEL = "bench"
+# Chunks of ready-made items that are submitted over and over.
+CHUNKS = 256
+
+
+class Latencies:
+    """Of the last item of each chunk: until it was accepted, until its result was here."""
+
+    def __init__(self) -> None:
+        self.ack_s: list[float] = []
+        self.whole_s: list[float] = []
+        self._submitted: dict[int, float] = {}
+
+    def submitted(self, number: int) -> None:
+        """The item leaves now."""
+        self._submitted[number] = time.monotonic()
+
+    def accepted(self, number: int) -> None:
+        """The broker has it."""
+        began = self._submitted.get(number)
+        if began is not None:
+            self.ack_s.append(time.monotonic() - began)
+
+    def ended(self, arrivals: list[Arrival]) -> None:
+        """Results are here."""
+        now, timed = time.monotonic(), self._submitted
+        for number in {arrival.number for arrival in arrivals} & timed.keys():
+            self.whole_s.append(now - timed.pop(number))
+
+    def begin(self) -> None:
+        """What was measured until now does not count."""
+        self.ack_s.clear()
+        self.whole_s.clear()
+
+
+def produce(
+    address: str, size: int, shapes: int, open_items: int, lengths: str | None, column: str
+) -> None:
+    """Keep `open_items` open until SIGTERM; then print the latencies since SIGUSR1 as JSON."""
+    ending, room, times = threading.Event(), threading.Semaphore(0), Latencies()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    signal.signal(signal.SIGUSR1, lambda *_: times.begin())
+
+    def on_results(arrivals: list[Arrival], seq: int) -> None:
+        if seq:
+            times.ended(arrivals)
+            client.acknowledge(seq)
+            room.release()
+
+    client = Client(address, name="load", buffer_items=open_items, on_results=on_results)
+    payload, drawn = os.urandom(size), cycle(trace(Path(lengths) if lengths else None, column))
+    of = [Shape.of(MODEL, str(k)) for k in range(shapes)]
+    chunks = [
+        [Item(of[k % shapes], payload, next(drawn)) for k in range(start, start + CHUNK_ITEMS)]
+        for start in range(0, CHUNKS * CHUNK_ITEMS, CHUNK_ITEMS)
+    ]
+    number = client.accepted_upto
+    with client.stream():
+        for chunk in cycle(chunks):
+            times.submitted(number + len(chunk))
+            while (accepted := client.enqueue(chunk, Results())) is None and not ending.is_set():
+                room.acquire(timeout=0.1)
+                times.submitted(number + len(chunk))
+            if accepted is None or ending.is_set():
+                break
+            number += len(chunk)
+            accepted.add_done_callback(lambda _, last=number: times.accepted(last))  # type: ignore[misc]
+    sys.stdout.write(json.dumps({"ack_s": times.ack_s, "whole_s": times.whole_s}) + "\n")
+    sys.stdout.flush()
+    client.close()
+
+
+def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
+    """Serve until SIGTERM."""
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    contract = Contract(items_max, tokens_max, tokens_max)
+    session = WorkerSession(
+        name, secrets.randbits(63), model=MODEL, contract=contract, engine="touch"
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket, handshakes = connect_dealer(context, address)
+    session.open(time.monotonic())
+    session.serve(True, {})
+    while not ending.is_set():
+        _send(session, socket)
+        socket.poll(100)
+        now = time.monotonic()
+        while (frames := _received(socket)) is not None:
+            session.receive(frames, now)
+        session.tick(now)
+        while (begun := session.start()) is not None:
+            serial, batch = begun
+            _send(session, socket)
+            results = [Result("ok", xxhash.xxh3_64_digest(p)) for p in batch.payloads]
+            session.report(serial, range(len(results)), results, final=True)
+            session.tick(now)
+    session.leave("the benchmark is over")
+    _send(session, socket)
+    handshakes.close()
+    socket.close(500)
+    context.term()
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _send(session: WorkerSession, socket: zmq.Socket[bytes]) -> None:
+    while session.outbound:
+        socket.send_multipart(session.outbound.popleft())
+
+
+ROLES: dict[str, Callable[..., None]] = {"produce": produce, "work": work}
+
+
+if __name__ == "__main__":
+    told: dict[str, Any] = json.loads(sys.argv[2])
+    ROLES[sys.argv[1]](**told)

@@ -1,0 +1,172 @@
+"""`zfabric bench pipeline` and `peers`: real processes over loopback, and others beside them."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zfabric.cli import bench_policies as tables
+from zfabric.cli import common
+from zfabric.cli.progress import bar
+from zfabric.errors import ConfigError
+
+PIPELINE = """
+A real broker, one producer and two workers that only touch bytes, each a process: items a second,
+CPU of each side for a million items, memory, and how long a promise and a whole item take. Every
+combination of --shapes, --lanes, --backlogs and --durability is a row; --grid is the table of the
+docs. The whole latency is mostly the backlog's.
+"""
+PEERS = """
+The same load on Redis Streams, NATS JetStream and RabbitMQ, as far as their servers and clients
+(pip install zfabric[peers]) are installed: interleaved in one run, each on a server of its own in a
+new directory. A ratio is ours over theirs in the same round; beside it its spread.
+"""
+DURABILITIES = ("fsync", "os", "memory")
+SIXTEEN = 160_000
+# (shapes, lanes, backlog, durability)
+GRID = (
+    (1, 60, SIXTEEN, "fsync"), (16, 60, SIXTEEN, "fsync"), (1_000, 1, SIXTEEN, "fsync"),
+    (16, 1, SIXTEEN, "fsync"), (16, 450, SIXTEEN, "fsync"), (16, 60, 10_000, "fsync"),
+    (16, 60, 1_000_000, "fsync"), (16, 60, 4_000_000, "fsync"), (16, 60, SIXTEEN, "os"),
+    (16, 60, SIXTEEN, "memory"),
+)  # fmt: skip
+
+
+def add(within: common.Commands) -> None:
+    """Add the commands."""
+    pipeline = common.add_command(
+        within, "pipeline", _pipeline, "the whole pipeline, in processes", PIPELINE,
+        "zfabric bench pipeline --shapes 16 --lanes 60 --backlogs 160000",
+    )  # fmt: skip
+    _numbers(pipeline, "--shapes", [16], "shapes")
+    _numbers(pipeline, "--lanes", [60], "lanes a shape may use")
+    _numbers(pipeline, "--backlogs", [SIXTEEN], "items that wait, all shapes together")
+    pipeline.add_argument(
+        "--durability", nargs="+", choices=DURABILITIES, default=["fsync"], help="(fsync)"
+    )
+    pipeline.add_argument("--grid", action="store_true", help="the table of the docs, half an hour")
+    tables.trace_flags(pipeline)
+    _common(pipeline)
+    peers = common.add_command(
+        within, "peers", _peers, "the same load on other systems", PEERS,
+        "zfabric bench peers --systems redis --rounds 3",
+    )  # fmt: skip
+    peers.add_argument(
+        "--systems", nargs="+", default=["redis", "nats", "rabbitmq"], metavar="NAME",
+        help="redis, nats, rabbitmq (all)",
+    )  # fmt: skip
+    tables.number(peers, "--rounds", 3, "rounds")
+    tables.number(peers, "--shapes", 16, "our shapes")
+    tables.number(peers, "--lanes", 60, "our lanes")
+    tables.number(peers, "--backlog", SIXTEEN, "items that wait")
+    peers.add_argument("--durability", choices=DURABILITIES, default="fsync", help="ours (fsync)")
+    _common(peers)
+
+
+def _numbers(parser: argparse.ArgumentParser, flag: str, default: list[int], text: str) -> None:
+    shown = " ".join(map(str, default))
+    parser.add_argument(
+        flag, type=int, nargs="+", default=default, metavar="N", help=f"{text} ({shown})"
+    )
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    tables.number(parser, "--size", 2_048, "payload bytes")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, metavar="S", help="what is counted of each row (8)"
+    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to put files")
+    common.add_json(parser)
+
+
+@contextmanager
+def _directory(parent: Path | None) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="zfabric-bench-", dir=parent))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _pipeline(args: argparse.Namespace) -> int:
+    from zfabric.bench import lengths, pipeline
+
+    tables.check_positive(args, "shapes", "lanes", "backlogs", "size", "seconds")
+    lengths.trace(args.lengths, args.column)
+    chosen = list(pipeline.cases(args.shapes, args.lanes, args.backlogs, args.durability))
+    if args.grid:
+        chosen = [pipeline.Case(*row) for row in GRID]
+    trace = pipeline.Trace(str(args.lengths) if args.lengths else None, args.column)
+    rows: list[dict[str, Any]] = []
+    for case in chosen:
+        common.say(f"zfabric: {case.shapes} shapes, {case.lanes} lanes, {case.backlog:,} waiting")
+        with _directory(args.dir) as directory, bar(case.backlog) as progress:
+            rows.append(_tried(lambda: pipeline.run(
+                case, directory, args.size, args.seconds, trace, progress  # noqa: B023 - called here
+            )))  # fmt: skip
+    shown: dict[str, Callable[[Any], str]] = {
+        "shapes": _plain, "lanes": _plain, "backlog": _plain, "durability": str,
+        "items_per_s": _plain, "broker_cpu_s_per_million": _short,
+        "producer_cpu_s_per_million": _short, "workers_cpu_s_per_million": _short,
+        "broker_rss_bytes": _megabytes, "ack_p50_s": _millis, "ack_p99_s": _millis,
+        "ack_p999_s": _millis, "whole_p50_s": _short, "whole_p99_s": _short,
+        "whole_p999_s": _short, "batch_fill_ratio": _short, "cost_ratio": _short,
+    }  # fmt: skip
+    tables.print_rows(args, {"size": args.size, "seconds": args.seconds}, rows, shown)
+    return 0
+
+
+def _peers(args: argparse.Namespace) -> int:
+    from zfabric.bench import peers, pipeline
+
+    tables.check_positive(args, "rounds", "shapes", "lanes", "backlog", "size", "seconds")
+    systems = peers.chosen(args.systems)
+    absent = {system: why for system in systems if (why := peers.missing(system)) is not None}
+    for system, why in absent.items():
+        common.say(f"zfabric: without {system.name} ({system.durability}): {why}")
+    here = [system for system in systems if system not in absent]
+    if not here:
+        raise ConfigError("none of the systems is installed here: nothing to compare with")
+    case = pipeline.Case(args.shapes, args.lanes, args.backlog, args.durability)
+    with _directory(args.dir) as directory:
+        rows = _tried(lambda: peers.run(
+            here, directory, case=case, size=args.size, seconds=args.seconds, rounds=args.rounds,
+            say=lambda text: common.say(f"zfabric: {text}"),
+        ))  # fmt: skip
+    shown: dict[str, Callable[[Any], str]] = {
+        "system": str, "durability": str, "items_per_s": _plain, "ratio": _short,
+        "ratio_min": _short, "ratio_max": _short, "broker_cpu_s_per_million": _short,
+        "broker_rss_bytes": _megabytes,
+    }  # fmt: skip
+    about = {**case._asdict(), "size": args.size, "rounds": args.rounds}
+    about["not_here"] = [f"{s.name} ({s.durability}): {why}" for s, why in absent.items()]
+    tables.print_rows(args, about, rows, shown)
+    return 0
+
+
+def _tried(measure: Any) -> Any:
+    try:
+        return measure()
+    except TimeoutError as error:
+        raise ConfigError(f"nothing to measure: {error}") from None
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _millis(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.3g} ms"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:,.0f} MB"
