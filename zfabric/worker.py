@@ -120,9 +120,7 @@ class Worker:
         )
         # The engine.
         self._child = EngineChild(factory, f"engine-{self.name}"[:60])
-        self._loaded = False
-        self._load_error = ""
-        self._failed_loads = 0
+        self._loaded, self._load_error, self._failed_loads = False, "", 0
         self._restarts, self._pauses = Backoff(), Backoff()
         self._restart_at: float | None = None
         self._resume_at: float | None = None
@@ -138,9 +136,7 @@ class Worker:
         self._said: tuple[str, str] | None = None
         self._workers_at: str | None = None
         # The loop.
-        self._began_s = 0.0
-        self._woke_s = 0.0
-        self._waited_s = 0.0
+        self._began_s = self._woke_s = self._waited_s = 0.0
         # How often the end was asked for, and by when a worker that leaves has to be gone.
         self._stops = 0
         self._leave_by: float | None = None

@@ -20,10 +20,11 @@ from tests.harness import Bench
 from zfabric import catalog, config, config_text, keys
 from zfabric.access import KEY_ROLES, Grant
 from zfabric.batchfile import BadLine, Request, read_requests
+from zfabric.entries import Column, aligned, pack_entries
 from zfabric.errors import ConfigError, PeerError, StorageError
 from zfabric.protocol import FROM_BROKER, TO_BROKER, TRANSITIONS, decode, encode, packed
 from zfabric.scanning import scan_file
-from zfabric.segment import ITEMS, Column, Header, aligned, pack_entries, pack_header
+from zfabric.segment import ITEMS, Header, pack_header
 from zfabric.shapes import Shape
 
 
