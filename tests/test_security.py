@@ -267,6 +267,30 @@ def test_name_of_another_user_is_refused(tmp_path, durable):
         secured.stop()
 
 
+def test_worker_s_name_of_another_user_is_refused(secured):
+    secured.ring.make("gpu2", "worker")
+    port = secured.config["consumer_port"]
+    with serving(FAST, secured.address, key=secured.key("gpu"), broker_port=port) as worker:
+        until(lambda: worker.connected)
+    until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_reloaded"))
+    other = Worker(
+        FAST, broker=secured.address, model="m", contract=CONTRACT, name="w",
+        key=secured.key("gpu2"), broker_port=port,
+    )  # fmt: skip
+    with pytest.raises(NotAllowed, match="belongs to another user"):
+        other.run()
+    assert secured.refusals() == {access.NAME_OF_ANOTHER: 1}
+
+
+def test_operator_who_is_not_patient_at_first_is_so_later(secured):
+    """`zfabric events --follow` goes on when the broker comes back."""
+    with pytest.raises(ConnectError, match="no broker answered"):
+        Client("tcp://127.0.0.1:9", key=secured.key("op"), role="operator", patient=False)
+    with contextlib.closing(secured.client("op", role="operator", patient=False)) as client:
+        secured.restart()
+        assert until(lambda: client.connected and client.request("status"))["peers"] == 1
+
+
 def _live(operator, name):
     return next(row["live"] for row in operator.request("producers.ls") if row["name"] == name)
 

@@ -117,7 +117,7 @@ class Link:
             self.trouble = None
             if self._session.state == "greeting":
                 self.trouble = handshakes.trouble(self._key)
-            if handshakes.unreached and not self._patient:
+            if handshakes.unreached and not (self._patient or self._session.welcome):
                 self._on_news(News(fatal=(UNREACHED, "nothing listens there")))
             if self.trouble is not None and self.trouble.code is not None:
                 self._on_news(News(fatal=(self.trouble.code, self.trouble.text)))
