@@ -80,15 +80,13 @@ def check_key(table: Table, public: str | None) -> Grant:
 def check_endpoint(grant: Grant, endpoint: str) -> None:
     """Raises PeerError where the role may not open this endpoint."""
     if endpoint not in ENDPOINTS_OF_ROLE[grant.role]:
-        raise PeerError(
-            NOT_ALLOWED, f"a {grant.role}'s key ({grant.user}) may not open the port of {endpoint}"
-        )
+        raise PeerError(NOT_ALLOWED, f"{_key(grant)} may not open the port of {endpoint}")
 
 
 def check_greeting(grant: Grant, role: str) -> None:
     """Raises PeerError where the role of the key may not be the role of a HELLO."""
     if role not in _GREETS[grant.role]:
-        raise PeerError(NOT_ALLOWED, f"a {grant.role}'s key ({grant.user}) may not be a {role}")
+        raise PeerError(NOT_ALLOWED, f"{_key(grant)} may not be {a(role)}")
 
 
 def check_request(grant: Grant, op: str, owner: str | None) -> None:
@@ -99,4 +97,13 @@ def check_request(grant: Grant, op: str, owner: str | None) -> None:
         return
     if grant.role == "producer" and op in _PRODUCER_OWN and owner in (None, grant.user):
         return
-    raise PeerError(NOT_ALLOWED, f"a {grant.role}'s key ({grant.user}) may not ask for {op!r:.80}")
+    raise PeerError(NOT_ALLOWED, f"{_key(grant)} may not ask for {op!r:.80}")
+
+
+def a(role: str) -> str:
+    """A role with its article."""
+    return f"an {role}" if role[0] in "aeiou" else f"a {role}"
+
+
+def _key(grant: Grant) -> str:
+    return f"{a(grant.role)}'s key ({grant.user})"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfabric import config as configuration
-from zfabric.access import KEY_ROLES
+from zfabric.access import KEY_ROLES, a
 from zfabric.cli import common
 from zfabric.errors import ConfigError
 
@@ -85,7 +85,7 @@ def run_make(args: argparse.Namespace) -> int:
         return 0
     common.show(str(path))
     common.say(
-        f"zfabric: a {args.role}'s key for {args.user}; carry it to where it is used (0600), name "
+        f"zfabric: {a(args.role)}'s key for {args.user}; carry it to where it is used (0600), name "
         "it there with --key or ZFABRIC_KEY, and remove it here"
     )
     if first:
