@@ -473,6 +473,11 @@ def test_broker_without_its_key_does_not_start(tmp_path):
         RunningBroker(keys=str(tmp_path / "nowhere"))
 
 
+def test_port_that_is_taken_is_said_with_keys_too(secured):
+    with pytest.raises(ConfigError, match="another broker"):
+        RunningBroker(keys=str(secured.ring.directory), port=secured.config["port"])
+
+
 def test_bind_beyond_loopback_with_keys_is_allowed(tmp_path):
     secured = Secured(tmp_path, bind="0.0.0.0")
     try:

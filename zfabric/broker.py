@@ -202,11 +202,11 @@ class Broker:
 
     def close(self) -> None:
         """Close every socket; what was not sent is dropped."""
+        if self.door is not None:
+            self.door.close()
         for socket in (*self._sockets.values(), self._stats):
             if socket is not None and not socket.closed:
                 socket.close(0)
-        if self.door is not None:
-            self.door.close()
         self._context.term()
         self._syncer.shutdown()
         self._closer.shutdown()
@@ -349,17 +349,19 @@ class Broker:
             # A subscriber only listens, so nothing of it could be refused: all of them come anew.
             if self._stats is not None:
                 self._poller.unregister(self._stats)
+                door.release(STATS)
                 self._stats.close(0)
                 self._stats = None
         if self._stats is None:
-            self._bind_stats_again()
+            self._bind_stats_again(door)
 
-    def _bind_stats_again(self) -> None:
+    def _bind_stats_again(self, door: Authenticator) -> None:
         """At the same place; while the former socket holds it, the next turn tries again."""
         socket = self._make(STATS)
         try:
             socket.bind(self._stats_at)
         except zmq.ZMQError:
+            door.release(STATS)
             socket.close(0)
             return
         self._stats = socket

@@ -94,8 +94,8 @@ class Link:
                 again = self._step(socket)
                 self._judge(handshakes)
                 if again:
-                    socket.close(0)
                     handshakes.close()
+                    socket.close(0)
                     socket, handshakes = connect_dealer(context, self.address, self._key)
                     with self._lock:
                         self.reconnects += 1

@@ -53,11 +53,12 @@ class Trouble(NamedTuple):
 
 
 class Handshakes:
-    """What became of a socket's handshakes. Made before it connects, closed with it."""
+    """What became of a socket's handshakes. Made before it connects, closed before it is."""
 
     def __init__(self, context: zmq.Context[Socket], socket: Socket) -> None:
         address = f"inproc://zfabric-client-{next(_numbers)}"
         socket.monitor(address, FAILURES | LIFE)
+        self._socket = socket
         self._monitor: Socket = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(address)
@@ -107,7 +108,8 @@ class Handshakes:
         return Trouble(None, f"what listens there ends every connection: {said}, or is no broker")
 
     def close(self) -> None:
-        """With its socket."""
+        """Before its socket: libzmq's thread would wait for ever for somebody to take an event."""
+        self._socket.disable_monitor()
         self._monitor.close(0)
 
 

@@ -300,12 +300,12 @@ class Worker:
         self._link, self._handshakes = connect_dealer(self._context, address, self._key)
 
     def _hang_up(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
         if self._handshakes is not None:
             self._handshakes.close()
             self._handshakes = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def _dial(self, now: float) -> None:
         """Ask the broker, as an operator, where its workers connect; or go there."""

@@ -59,7 +59,8 @@ class Authenticator:
         self._questions: Socket = context.socket(zmq.ROUTER)
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(ENDPOINT)
-        self._monitors: dict[str, Socket] = {}
+        # the guarded sockets, and where their failures are read
+        self._monitors: dict[str, tuple[Socket, Socket]] = {}
 
     def secure(self, socket: Socket, endpoint: str) -> None:
         """Ask for keys at a socket that is not bound yet."""
@@ -68,15 +69,19 @@ class Authenticator:
         socket.setsockopt(zmq.ZAP_DOMAIN, endpoint.encode())
         # Without it libzmq lets everybody in while nobody answers.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        former = self._monitors.pop(endpoint, None)
-        if former is not None:
-            former.close(0)
         address = f"inproc://zfabric-handshakes-{next(_numbers)}"
         socket.monitor(address, FAILURES)
         monitor: Socket = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(address)
-        self._monitors[endpoint] = monitor
+        self._monitors[endpoint] = socket, monitor
+
+    def release(self, endpoint: str) -> None:
+        """Before a socket is closed: libzmq's thread would wait for ever for its events' reader."""
+        socket, monitor = self._monitors.pop(endpoint)
+        if not socket.closed:
+            socket.disable_monitor()
+        monitor.close(0)
 
     @property
     def waits_on(self) -> Socket:
@@ -97,7 +102,7 @@ class Authenticator:
             except zmq.Again:
                 break
             self._answer(question, now)
-        for endpoint, monitor in self._monitors.items():
+        for endpoint, (_, monitor) in self._monitors.items():
             for _ in range(FAILURES_MAX):
                 try:
                     event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
@@ -150,9 +155,10 @@ class Authenticator:
         self._questions.send_multipart([routing_id, b"", *answer], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Answer nobody any more: from now on nothing gets in."""
-        for socket in (self._questions, *self._monitors.values()):
-            socket.close(0)
+        """Before the guarded sockets: answer nobody any more, from now on nothing gets in."""
+        for endpoint in list(self._monitors):
+            self.release(endpoint)
+        self._questions.close(0)
 
 
 def receive(socket: Socket) -> tuple[str | None, bytes, list[bytes]]:
