@@ -31,9 +31,9 @@ print("alive", flush=True)
 # A client whose thread is held up, connected to us.
 STANDING_CLIENT = f"""
 import sys, threading, zmq
-from zfabric.transport import connect_dealer
+from zfabric.transport import connect_watched
 context = zmq.Context()
-dealer, handshakes = connect_dealer(context, sys.argv[1])
+dealer, handshakes = connect_watched(context, sys.argv[1], None)
 input()
 threading.Event().wait({STILL_S})
 print("alive", flush=True)

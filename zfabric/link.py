@@ -18,7 +18,7 @@ import zmq
 from zfabric.errors import PeerError
 from zfabric.keys import ClientKey
 from zfabric.session import News, Session
-from zfabric.transport import Handshakes, Trouble, connect_dealer
+from zfabric.transport import Handshakes, Trouble, connect_watched
 
 # A thread that was this much later than it meant to be was stopped; the broker is not to blame.
 LATE_S = 1.0
@@ -86,7 +86,7 @@ class Link:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket, handshakes = connect_dealer(context, self.address, self._key)
+        socket, handshakes = connect_watched(context, self.address, self._key)
         with self._lock:
             self._session.open(time.monotonic())
         try:
@@ -96,7 +96,7 @@ class Link:
                 if again:
                     handshakes.close()
                     socket.close(0)
-                    socket, handshakes = connect_dealer(context, self.address, self._key)
+                    socket, handshakes = connect_watched(context, self.address, self._key)
                     with self._lock:
                         self.reconnects += 1
                         self._session.open(time.monotonic())

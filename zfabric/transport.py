@@ -121,14 +121,28 @@ def set_key(socket: Socket, key: ClientKey | None) -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.pair.secret.encode())
 
 
-def connect_dealer(
-    context: zmq.Context[Socket],
-    address: str,
-    key: ClientKey | None = None,
-    *,
-    linger_ms: int = 2_000,
+def connect_dealer(context: zmq.Context[Socket], address: str, *, linger_ms: int = 2_000) -> Socket:
+    """A DEALER without a key that connects to `address`.
+
+    Messages queue only for a connection that is there.
+    """
+    socket = _dealer(context, address, linger_ms)
+    socket.connect(address)
+    return socket
+
+
+def connect_watched(
+    context: zmq.Context[Socket], address: str, key: ClientKey | None
 ) -> tuple[Socket, Handshakes]:
-    """A DEALER that connects to `address`; messages queue only for a connection that is there."""
+    """The same with a key, if there is one, and what becomes of its handshakes."""
+    socket = _dealer(context, address, 2_000)
+    set_key(socket, key)
+    handshakes = Handshakes(context, socket)
+    socket.connect(address)
+    return socket, handshakes
+
+
+def _dealer(context: zmq.Context[Socket], address: str, linger_ms: int) -> Socket:
     socket: Socket = context.socket(zmq.DEALER)
     for option, value in (
         (zmq.IMMEDIATE, 1),
@@ -144,7 +158,4 @@ def connect_dealer(
         socket.setsockopt(option, value)
     if "[" in address:
         socket.setsockopt(zmq.IPV6, 1)
-    set_key(socket, key)
-    handshakes = Handshakes(context, socket)
-    socket.connect(address)
-    return socket, handshakes
+    return socket

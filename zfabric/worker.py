@@ -46,7 +46,7 @@ from zfabric.protocol import WINDOW_MAX
 from zfabric.session import News as PortNews
 from zfabric.session import Session
 from zfabric.shapes import Contract, check_name
-from zfabric.transport import Handshakes, connect_dealer
+from zfabric.transport import Handshakes, connect_watched
 from zfabric.worker_session import LIVE, News, WorkerSession
 
 # Loads that fail in a row before the worker gives up: by then 7.5 s and five loads have gone by.
@@ -297,7 +297,7 @@ class Worker:
         if self._context is None:
             raise InvariantError("the worker does not run")
         self._hang_up()
-        self._link, self._handshakes = connect_dealer(self._context, address, self._key)
+        self._link, self._handshakes = connect_watched(self._context, address, self._key)
 
     def _hang_up(self) -> None:
         if self._handshakes is not None:

@@ -112,7 +112,7 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
         name, secrets.randbits(63), model=MODEL, contract=contract, engine="touch"
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket, handshakes = connect_dealer(context, address)
+    socket = connect_dealer(context, address)
     session.open(time.monotonic())
     session.serve(True, {})
     while not ending.is_set():
@@ -130,7 +130,6 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
             session.tick(now)
     session.leave("the benchmark is over")
     _send(session, socket)
-    handshakes.close()
     socket.close(500)
     context.term()
 

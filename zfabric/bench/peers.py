@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zfabric.bench import pipeline
-from zfabric.bench.processes import Processes, use, wait_for
 from zfabric.errors import ConfigError
+from zfabric.processes import Processes, use, wait_for
 
 CONSUMERS = 2
 START_S, FILL_S = 60.0, 600.0

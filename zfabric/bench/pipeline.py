@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zfabric.bench import percentile
-from zfabric.bench.processes import Processes, stop, use, wait_for
 from zfabric.client import Client
+from zfabric.processes import Processes, stop, use, wait_for
 
 WORKERS = 2
 BATCH_ITEMS_MAX, BATCH_TOKENS_MAX = 32, 65_536

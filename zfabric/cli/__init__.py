@@ -18,6 +18,7 @@ from zfabric.cli import (
     batch,
     bench,
     broker,
+    chaos,
     common,
     config,
     demo,
@@ -46,8 +47,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3,
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
 GROUPS = (
-    demo, broker, worker, batch, top, look, explain, operate, keys, segments, bench, config, doctor,
-    setup,
+    demo, broker, worker, batch, top, look, explain, operate, keys, segments, bench, chaos, config,
+    doctor, setup,
 )  # fmt: skip
 
 DESCRIPTION = """\

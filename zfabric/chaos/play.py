@@ -1,0 +1,252 @@
+"""Play one scenario: a fresh fabric, a load, the fault again and again, and the judge's word.
+
+Times are seconds. What went wrong while a fault was done is as much a failure as what the judge
+finds; it never ends the other scenarios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zfabric.addresses import format_address, parse_address
+from zfabric.chaos import judge
+from zfabric.chaos.load import MODEL, Load
+from zfabric.chaos.peers import Crowd
+from zfabric.chaos.proxy import HOST, Proxy
+from zfabric.chaos.stage import Stage
+from zfabric.client import Client
+from zfabric.errors import FabricError
+from zfabric.processes import Processes, wait_for
+
+# Items of one round of a scenario that does not say otherwise, some seconds of work.
+ROUND_ITEMS = 400
+WARM_ITEMS = 60
+# Everything must be over this long after a fault.
+FINISH_S = 90.0
+SETTLE_S = 10.0
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raises FabricError where something is not as it must be."""
+    if not holds:
+        raise FabricError(what)
+
+
+def pause(seconds: float) -> None:
+    """Let a fault last."""
+    threading.Event().wait(seconds)
+
+
+class Remote:
+    """A fabric that somebody else has started: it may be asked and used, not harmed."""
+
+    def __init__(self, address: str) -> None:
+        host, port = parse_address(address)
+        self.address = format_address(host, port)
+        with self.operator() as client:
+            ports = client.welcome
+        self.host = host
+        self.ports = (port, int(ports["worker_port"]), int(ports["stats_port"]))
+        self.workers_address = format_address(host, self.ports[1])
+
+    @contextlib.contextmanager
+    def operator(self) -> Iterator[Client]:
+        """A connection that asks."""
+        client = Client(self.address, role="operator", timeout_s=30.0)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def ask(self, op: str, **args: Any) -> Any:
+        """One question. Raises FabricError."""
+        with self.operator() as client:
+            return client.request(op, 30.0, **args)
+
+    def status(self) -> dict[str, Any]:
+        """What `zfabric status --json` prints."""
+        found: dict[str, Any] = self.ask("status")
+        return found
+
+
+@dataclass
+class Run:
+    """What a scenario gets to work with."""
+
+    fabric: Stage | Remote
+    load: Load
+    chance: random.Random
+    processes: Processes
+    directory: Path
+    model: str
+    cycles: int
+    proxy: Proxy | None = None
+    recovered_s: list[float] = field(default_factory=list)
+
+    @property
+    def stage(self) -> Stage:
+        """The fabric that was started for this run, to which anything may be done."""
+        if isinstance(self.fabric, Remote):
+            raise FabricError("this is not done to a fabric of somebody else's")
+        return self.fabric
+
+    @property
+    def link(self) -> Proxy:
+        """The link of this run."""
+        if self.proxy is None:
+            raise FabricError("this scenario has no link of its own")
+        return self.proxy
+
+    def progress(self, items: int) -> None:
+        """Let so many more results come, as far as there are any to come."""
+        left = len(self.load.seen.lost)
+        self.load.await_results(self.load.results + min(items, left), FINISH_S)
+
+    def recovers(self) -> None:
+        """The fault is over: note how long the next result takes to come."""
+        if not self.load.seen.lost:
+            return
+        began = time.monotonic()
+        self.load.await_results(self.load.results + 1, FINISH_S)
+        self.recovered_s.append(time.monotonic() - began)
+
+    def disconnects(self) -> int:
+        """How often workers of this run's model were lost so far."""
+        rows = self.fabric.ask("workers")
+        return sum(row["disconnects"] for row in rows if row["model"] == self.model)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A fault: what is done, which of the listed faults it is, and what it is done to."""
+
+    name: str
+    faults: tuple[int, ...]
+    summary: str
+    act: Callable[[Run], None]
+    items: int = ROUND_ITEMS
+    # options of the engine of each worker
+    engine: Sequence[str] = ()
+    broker: Sequence[str] = ()
+    # the workers are a crowd of our own, for a model of its own: also on a fabric of others
+    crowd: int = 0
+    linked: bool = False
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it may be done to a fabric that serves others."""
+        return self.crowd > 0
+
+
+@dataclass
+class Report:
+    """One row of the table."""
+
+    scenario: str
+    faults: tuple[int, ...]
+    tries: int = 0
+    items: int = 0
+    recovered_median_s: float | None = None
+    recovered_worst_s: float | None = None
+    lost: int = 0
+    visible_twice: int = 0
+    residual_items: int = 0
+    seconds: float = 0.0
+    broken: list[str] = field(default_factory=list)
+
+
+def play(
+    scenario: Scenario,
+    directory: Path,
+    *,
+    seed: int,
+    seconds: float = 0.0,
+    cycles: int = 300,
+    against: str | None = None,
+) -> Report:
+    """Do the fault once, and again until `seconds` are over; what fails is in the report."""
+    report, began = Report(scenario.name, scenario.faults), time.monotonic()
+    chance = random.Random(f"{scenario.name} {seed}")
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(Processes())
+        try:
+            run = _set(stack, scenario, processes, directory, chance, cycles, against)
+            _rounds(run, scenario, report, began + seconds)
+        except (FabricError, TimeoutError, OSError) as error:
+            report.broken.append(f"{type(error).__name__}: {error}")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _set(
+    stack: contextlib.ExitStack,
+    scenario: Scenario,
+    processes: Processes,
+    directory: Path,
+    chance: random.Random,
+    cycles: int,
+    against: str | None,
+) -> Run:
+    """The fabric, its workers and the load, ready."""
+    proxy, model = None, MODEL
+    if against is not None:
+        fabric: Stage | Remote = Remote(against)
+        model = f"chaos-{chance.getrandbits(32):08x}"
+    else:
+        fabric = Stage(processes, directory, scenario.broker)
+        fabric.start_broker()
+    address = fabric.address
+    if scenario.linked:
+        proxy = stack.enter_context(Proxy(fabric.ports, chance.getrandbits(32)))
+        address = format_address(HOST, fabric.ports[0])
+    if scenario.crowd:
+        stack.enter_context(Crowd(fabric.workers_address, scenario.crowd, model))
+    elif isinstance(fabric, Stage):
+        for k in range(2):
+            fabric.start_worker(f"gpu{k}", *scenario.engine, address=address)
+        fabric.await_workers(2)
+    name = f"chaos-{chance.getrandbits(32):08x}"
+    load = Load(address, name, chance, model=model)
+    stack.callback(load.close)
+    return Run(fabric, load, chance, processes, directory, model, cycles, proxy)
+
+
+def _rounds(run: Run, scenario: Scenario, report: Report, until_s: float) -> None:
+    run.load.submit(WARM_ITEMS)
+    run.load.await_end(FINISH_S)
+    stage = run.fabric if isinstance(run.fabric, Stage) else None
+    before = stage.used() if stage is not None else None
+    pid = stage.broker.pid if stage is not None and stage.broker is not None else None
+    try:
+        while not report.tries or time.monotonic() < until_s:
+            if scenario.items:
+                run.load.submit(scenario.items)
+            scenario.act(run)
+            run.load.await_end(FINISH_S)
+            report.tries += 1
+    finally:
+        seen = run.load.seen
+        report.items = len(seen.payloads)
+        report.lost, report.visible_twice = len(seen.lost), len(seen.twice)
+        report.recovered_median_s, report.recovered_worst_s = judge.summary(run.recovered_s)
+    run.load.close()
+    status = run.fabric.status()
+    report.residual_items = status["residual_items"]
+    report.broken += judge.broken(seen, status)
+    same = stage is not None and stage.broker is not None and stage.broker.pid == pid
+    if stage is not None and before is not None and same:
+        report.broken += _leaks(stage, before)
+
+
+def _leaks(stage: Stage, before: Any) -> list[str]:
+    """What the broker keeps once everybody has had time to go."""
+    with contextlib.suppress(TimeoutError):
+        wait_for("rest", lambda: not judge.leaks(before, stage.used()), SETTLE_S)
+    return judge.leaks(before, stage.used())

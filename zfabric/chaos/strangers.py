@@ -1,0 +1,149 @@
+"""Scenarios that need no harm done: peers of our own that keep no rule, come in crowds, or vanish.
+
+They can be done to a fabric that serves others too: their models and names are their own.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from zfabric.chaos.load import Load
+from zfabric.chaos.peers import CONTRACT_FIELDS, Crowd, Rogue, scan, visitors
+from zfabric.chaos.play import FINISH_S, Run, expect
+from zfabric.processes import wait_for
+from zfabric.protocol import MAGIC, VERSION, Type, encode, packed
+
+MANY_WORKERS, MANY_WORKERS_S = 500, 10.0
+FILL_BATCHES, FILL_WORKERS, FILL_WINDOW = 3_099, 100, 31
+# A slice and one batch, on a machine that does other things too.
+FILL_SLICE_MAX_S = 0.25
+
+
+def port_scan(run: Run) -> None:
+    host = run.fabric.address.split("//")[1].rsplit(":", 1)[0]
+    for port in run.fabric.ports:
+        scan(host, port, run.chance, 60)
+    run.recovers()
+
+
+def other_version(run: Run) -> None:
+    hello = encode(Type.HELLO, {"role": "operator", "name": "old", "instance": 1})
+    at = len(MAGIC)
+    for version in (VERSION - 1, VERSION + 1):
+        old = hello[0][:at] + bytes((version % 256,)) + hello[0][at + 1 :]
+        with Rogue(run.fabric.address) as rogue:
+            rogue.say([old])
+            fields = rogue.hear(Type.ERROR).fields
+        expect(fields["code"] == "version_mismatch", f"it was told {fields['code']}")
+        named = all(str(v) in fields["text"] for v in (VERSION, version % 256))
+        expect(named, f"the text does not name both versions: {fields['text']}")
+
+
+def nonsense_workers(run: Run) -> None:
+    nonsense: list[dict[str, Any]] = [
+        {"batch_items_max": 0}, {"batch_items_max": -3}, {"batch_tokens_max": 2**80},
+        {"batch_items_max": "many"}, {"batch_items_max": 1.5}, {"batch_tokens_max": None},
+        {"input_tokens_max": 10**9}, {"batch_tokens_max": 1, "input_tokens_max": 100},
+        {"model": ""}, {"window": 10**6}, {"ragged": "yes"}, {"name": "a\x1b[2J"},
+    ]  # fmt: skip
+    for k, changed in enumerate(nonsense):
+        with Rogue(run.fabric.workers_address) as rogue:
+            rogue.hello(f"nonsense-{k}", "nobody-has-this", **changed)
+            told = rogue.hear(Type.ERROR, Type.WELCOME)
+            expect(told.kind is Type.ERROR, f"a worker with {changed} was welcomed")
+    names = {row["name"] for row in run.fabric.ask("workers")}
+    expect(not any(name.startswith("nonsense") for name in names), "nonsense is listed")
+
+
+def name_collision(run: Run) -> None:
+    name, model = f"twin-{run.chance.getrandbits(32):08x}", f"{run.model}-twins"
+    with Rogue(run.fabric.workers_address) as first, Rogue(run.fabric.workers_address) as second:
+        first.hello(name, model)
+        epoch = first.hear(Type.WELCOME).fields["epoch"]
+        second.hello(name, model)
+        code = second.hear(Type.ERROR, Type.WELCOME).fields.get("code")
+        expect(code == "name_in_use", f"the second worker of a name was told {code}")
+        # An older epoch comes back: it must not complete what it does not hold.
+        first.tell(Type.DONE, {"epoch": epoch, "n": 7}, [b"", b"", b"", b""], b"")
+        first.hear(Type.DONE_ACK)
+        first.tell(Type.BYE, {"reason": "done"})
+
+
+def wrong_completions(run: Run) -> None:
+    model = f"{run.model}-wrong"
+    load = Load(run.fabric.address, f"{run.load.name}-wrong", run.chance, model=model)
+    try:
+        load.submit(1)
+        with Rogue(run.fabric.workers_address) as rogue:
+            rogue.hello(f"rogue-{run.chance.getrandbits(32):08x}", model)
+            rogue.hear(Type.WELCOME)
+            rogue.tell(Type.HEARTBEAT, {"received": 0, "window": 1})
+            _complete_wrongly(rogue)
+            rogue.tell(Type.BYE, {"reason": "done"})
+        load.await_end(FINISH_S)
+        expect(not load.seen.twice, "a result is visible twice")
+    finally:
+        load.close()
+
+
+def _complete_wrongly(rogue: Rogue) -> None:
+    """Unknown items, then the right ones twice: duplicates are counted, never taken."""
+    batch = rogue.hear(Type.BATCH)
+    batch_id = {"epoch": batch.fields["epoch"], "n": batch.fields["n"]}
+    nonces, entries = batch.columns["nonces"], batch.columns["entries"]
+    for told, expected_duplicates in (
+        ([12_345], 1), (list(nonces), 0), (list(nonces), len(nonces)),
+    ):  # fmt: skip
+        places = entries if told != [12_345] else entries[:1]
+        columns = [packed("Q", told), packed("I", places), bytes(len(told))]
+        columns.append(packed("I", [2] * len(told)))
+        rogue.tell(Type.DONE, batch_id, columns, b"ok" * len(told))
+        fields = rogue.hear(Type.DONE_ACK).fields
+        found = fields["duplicates"]
+        expect(found == expected_duplicates, f"{found} duplicates, not {expected_duplicates}")
+
+
+def come_and_go(run: Run) -> None:
+    visitors(run.fabric.address, run.cycles // 2, {"role": "operator"})
+    worker = {"role": "worker", "model": f"{run.model}-visitors", **CONTRACT_FIELDS}
+    visitors(run.fabric.workers_address, run.cycles // 2, worker)
+    run.recovers()
+
+
+def many_workers(run: Run) -> None:
+    model = f"{run.model}-crowd"
+    load = Load(run.fabric.address, f"{run.load.name}-crowd", run.chance, model=model)
+    try:
+        began = time.monotonic()
+        with Crowd(run.fabric.workers_address, MANY_WORKERS, model):
+            wait_for(f"{MANY_WORKERS} workers", lambda: _live(run, model) == MANY_WORKERS, 60.0)
+            took = time.monotonic() - began
+            run.recovered_s.append(took)
+            expect(took < MANY_WORKERS_S, f"{MANY_WORKERS} workers took {took:.1f} s to register")
+            load.submit(10 * MANY_WORKERS)
+            load.await_end(FINISH_S)
+            expect(_live(run, model) == MANY_WORKERS, "a worker was taken for dead at full load")
+    finally:
+        load.close()
+
+
+def _live(run: Run, model: str) -> int:
+    return sum(1 for row in run.fabric.ask("workers") if row["live"] and row["model"] == model)
+
+
+def big_fill(run: Run) -> None:
+    model = f"{run.model}-fill"
+    load = Load(run.fabric.address, f"{run.load.name}-fill", run.chance, model=model)
+    try:
+        for _ in range(8):
+            load.submit(FILL_BATCHES, length=100)
+        with Crowd(run.fabric.workers_address, FILL_WORKERS, model, window=FILL_WINDOW):
+            load.await_end(FINISH_S)
+            rows = [row for row in run.fabric.ask("workers") if row["model"] == model]
+            lost = sum(row["disconnects"] for row in rows)
+            expect(not lost, f"{lost} workers were lost during the fill")
+        slice_s = run.fabric.status()["dispatch_slice_max_s"]
+        expect(slice_s <= FILL_SLICE_MAX_S, f"the loop was held for {slice_s:.3f} s")
+    finally:
+        load.close()
