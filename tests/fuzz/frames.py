@@ -237,10 +237,12 @@ def run(
         )  # fmt: skip
         ready = json.loads(broker.stdout.readline() if broker.stdout else "{}")
         address = ready["producers"]
+        # A turn of a flooded loop lasts up to twice its slice of receiving, 0.1 s: a window of two
+        # small batches of a worker that takes no time would be the limit then.
         start(
             _command("worker", "--engine", "sim", "--opt", "speed=0", "--model", "healthy",
                      "--max-batch", "256", "--max-tokens", "65536", "--max-input", "1024",
-                     "--broker", address),
+                     "--window", "8", "--broker", address),
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         stop = Path(place) / "stop"
