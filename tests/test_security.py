@@ -119,6 +119,7 @@ def test_each_role_does_what_it_is_for(secured):
 
 
 def test_wrong_key_is_refused(secured):
+    """Design 7, fault 16: a wrong key."""
     with pytest.raises(NotAllowed, match="refuses the key of eve"):
         secured.client("alice", key=stranger(secured))
     assert secured.refusals() == {access.KEY_UNKNOWN: 1}
@@ -370,6 +371,7 @@ def test_with_the_authenticator_alive_everybody_is_heard(secured):
 
 
 def test_with_the_authenticator_dead_nothing_gets_in(secured):
+    """Design 7, fault 16: the authenticator dies."""
     before = secured.client("op", role="operator")
     try:
         kill_door(secured)
