@@ -156,6 +156,11 @@ class Flood:
         self.sent_frames += len(frames)
 
     def _end(self, line: Line) -> None:
+        pause = threading.Event()
+        # As many connections as the broker answers: more would only be a longer queue.
+        while len(self._last) >= CONNECTIONS:
+            self.rest()
+            pause.wait(0.001)
         line.send([LAST_WORD])
         line.until_s = time.monotonic() + END_S
         self._last.append(line)
@@ -180,9 +185,9 @@ class Flood:
 
     def finish(self) -> None:
         """Everybody says the last word, and is listened to until it is answered."""
-        for line in self._lines:
+        lines, self._lines = self._lines, []
+        for line in lines:
             self._end(line)
-        self._lines = []
         pause = threading.Event()
         while self._last:
             self.rest()
