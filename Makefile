@@ -16,10 +16,12 @@ EXAMPLES ?= 20000
 FRAMES ?= 1000000
 # How many seeds `make sim` runs.
 SEEDS ?= 10000
+# Seconds that `make chaos` does each fault.
+S ?= 25
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check soak sim fuzz test-torch gpu-check vllm-check clean
+.PHONY: help setup demo test check soak sim chaos fuzz test-torch gpu-check vllm-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -56,6 +58,10 @@ fuzz: $(STAMP) ## fuzz every parser (EXAMPLES each), then a live broker with a m
 
 sim: $(STAMP) ## the whole fabric simulated, 10,000 seeds of faults (SEEDS)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+chaos: $(STAMP) ## every fault of docs/chaos.md done to real processes for S seconds each, and to files
+	$(BIN)/zfabric chaos --for $(S)
+	$(BIN)/python -m pytest -q tests/test_crash_points.py tests/test_damage.py tests/test_disk_full.py
 
 # torch is large, and without an index of its own pip takes the one for CUDA: not part of `test`.
 $(TORCH): $(STAMP)

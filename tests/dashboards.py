@@ -109,9 +109,11 @@ class FakeFeed:
         self.lanes = lanes or {}
         self.followed: list[str | None] = []
         self.closed = False
+        # what the connection is to say of itself, one a poll
+        self.cuts: list[bool] = []
 
     def poll(self, timeout_s: float) -> Arrived:
-        arrived = Arrived(events=self.events)
+        arrived = Arrived(events=self.events, cut=self.cuts.pop(0) if self.cuts else None)
         self.events = []
         arrived.snapshots, self.views = self.views[: self._first], self.views[self._first :]
         self._first = 1
@@ -135,6 +137,7 @@ class FakeDesk:
     def __init__(self, answers: dict[str, Any] | None = None) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answers = answers or {}
+        self.role: str | None = None
 
     def ask(self, op: str, **args: Any) -> Any:
         if op == "events":

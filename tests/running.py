@@ -128,7 +128,7 @@ def ids_of(path: Path):
     return sorted(row["custom_id"] for row in read_rows(path))
 
 
-def zfabric(*words, cwd, **options):
+def zfabric(*words, cwd, timeout=PATIENCE_S, **options):
     """The command as a user runs it, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "zfabric", *map(str, words)],
@@ -136,7 +136,7 @@ def zfabric(*words, cwd, **options):
         env={**os.environ, **options.pop("env", {})},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=timeout,
         **options,
     )
 

@@ -67,7 +67,10 @@ def test_what_if_compares_what_there_is_with_what_was_asked_for(worked, capsys) 
     assert [row["lanes"] for row in few] == [2_048, 4]
     assert few[1]["waste_ratio"] > few[0]["waste_ratio"]
     code, out, _ = out_of(capsys, *(word for word in words if word != "--json"))
-    assert f"simulated on the lengths of the last {ITEMS} items" in out
+    assert f"Simulated: the lengths of the last {ITEMS} items" in out
+    cells = [line.split()[:2] for line in out.splitlines()]
+    rows = [row for row in cells if row[:1] in (["measured"], ["simulated"])]
+    assert rows == [["measured", "2,048"], ["simulated", "2,048"], ["simulated", "4"]]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,22 @@ def test_window_bounds_what_a_worker_is_sent() -> None:
     assert bench.dispatch() == 0
 
 
+@pytest.mark.parametrize("jump_s", [-3_600.0, 3_600.0])
+def test_wall_clock_that_jumps_an_hour_changes_nothing(jump_s: float) -> None:
+    bench, producer, worker = begin(4)
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    bench.dispatcher.tick(bench.now + 1.0, 1_000_000 + bench.now + jump_s, drained=True)
+    bench.settle()
+    status = bench.status()
+    assert (status["pending_items"], status["redeliveries_total"]) == (4, 0)
+    worker.done(key)
+    bench.settle()
+    assert producer.results == {n: [Status.OK] for n in range(1, 5)}
+    bench.check()
+
+
 def test_cut_link_frees_what_is_not_started_at_once() -> None:
     bench, _, worker = begin(16)
     bench.dispatch()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import brokering, until
+from tests.running import brokering, start_zfabric, until
 from zfabric import logs
+from zfabric.cli.worklog import to_standard_error
 from zfabric.logs import EventLog, json_line, text_line
 
 EVENT: dict[str, Any] = {
@@ -108,3 +112,52 @@ def test_running_broker_gives_its_events_to_the_log_once_each() -> None:
         client.close()
         until(lambda: any(event["event"] == "producer_lost" for event in seen))
     assert [event["seq"] for event in seen] == sorted({event["seq"] for event in seen})
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("form", ["json", "text", "off"])
+def test_worker_logs_as_the_broker_does(form: str, tmp_path: Path) -> None:
+    """Its whole life: let in, broken by a broker that ends, told to end."""
+    with brokering() as running:
+        worker = start_zfabric(
+            "worker", "--engine", "sim", "--model", "m", "--name", "gpu0", "--max-batch", 8,
+            "--max-tokens", 8_192, "--max-input", 1_024, "--broker", running.address,
+            "--log", form, cwd=tmp_path,
+        )  # fmt: skip
+        try:
+            until(lambda: [w for w in running.broker.ask(9)["workers"] if w["granted"]])
+            running.broker.drain()
+            running.thread.join(60)
+            running.start()
+            until(lambda: [w for w in running.broker.ask(9)["workers"] if w["granted"]])
+        finally:
+            worker.terminate()
+            _, wrote = worker.communicate(timeout=60)
+    assert worker.returncode == 0
+    lines = wrote.splitlines()
+    if form == "off":
+        assert lines == []
+        return
+    if form == "text":
+        events = [(line.split()[1], line.split()[2]) for line in lines]
+        assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", line) for line in lines)
+    else:
+        rows = [json.loads(line) for line in lines]
+        events = [(row["level"], row["event"]) for row in rows]
+        assert {row["worker"] for row in rows} == {"gpu0"}
+    assert events[0] == ("info", "worker_started") and events[-1] == ("info", "worker_ended")
+    assert {("info", "engine_loaded"), ("warning", "broker_lost")} <= set(events)
+    assert events.count(("info", "broker_connected")) == 2
+
+
+def test_records_of_libraries_are_told_too_from_warnings_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    library = logging.getLogger("some.library")
+    with to_standard_error("json"):
+        library.info("chatter")
+        library.warning("%s is \x1b[31mdeprecated", "it")
+    library.warning("after the end")
+    (row,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line[:1] == "{"]
+    assert (row["level"], row["event"], row["logger"]) == ("warning", "other", "some.library")
+    assert row["text"] == "it is \x1b[31mdeprecated"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,13 @@ def test_running_broker_is_scraped_over_http() -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 found = samples_of(answer.read().decode())
             assert found["zfabric_residual_items"] == [({}, 0.0)]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
+                assert samples_of(answer.read().decode()).keys() == found.keys()
+            for path in ("foo", "metrics/foo", "favicon.ico"):
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10)
+                assert refused.value.code == 404
+                refused.value.close()
             with pytest.raises(ConfigError, match="another --metrics-port"):
                 metrics.serve("127.0.0.1", port, dict)
         finally:

@@ -74,6 +74,8 @@ def test_completed_items_stay_completed_and_results_come_again(tmp_path: Path) -
     bench.check()
     assert bench.status()["completed_items"] == 8
     assert bench.status()["ready_items"] == 8
+    (job,) = bench.status()["jobs"]
+    assert (job["live"], job["accepted_items"], job["completed_items"]) == (False, 16, 8)
     heir = FakeProducer(bench, "job", 1)
     heir.hello()
     bench.settle()
@@ -98,6 +100,8 @@ def test_acknowledged_results_do_not_come_again(tmp_path: Path) -> None:
     assert heir.results == {}
     assert heir.upto == 16
     assert bench.status()["completed_items"] == bench.status()["accepted_items"] == 16
+    (job,) = bench.status()["jobs"]
+    assert (job["accepted_items"], job["completed_items"], job["acked_items"]) == (16, 16, 16)
 
 
 def test_worker_that_held_a_batch_reports_it_to_the_new_broker(tmp_path: Path) -> None:

@@ -159,15 +159,15 @@ def test_log_of_the_broker(bench: Bench, form: str) -> None:
     assert RAW.search(stream.getvalue()) is None
 
 
-def test_log_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    from zfabric.cli import worker
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_log_of_a_worker(capsys: pytest.CaptureFixture[str], form: str) -> None:
+    from zfabric.cli.worklog import to_standard_error
 
-    handler = logging.StreamHandler(stream := io.StringIO())
-    handler.setFormatter(worker._Inert())
-    warning = logging.WARNING
-    handler.emit(logging.LogRecord("w", warning, "", 0, "said: %s", (HOSTILE,), None))
-    assert stream.getvalue().startswith("said: ")
-    assert RAW.search(stream.getvalue()) is None
+    with to_standard_error(form):
+        logging.getLogger("zfabric.worker").warning("said: %s", HOSTILE)
+    out, err = capsys.readouterr()
+    assert "said: " in err
+    assert RAW.search(out + err) is None
 
 
 @pytest.mark.parametrize("kind", [progress.Quiet, progress.Plain])

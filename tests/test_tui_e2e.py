@@ -34,7 +34,9 @@ BOOKS = ("accepted", "completed", "dead", "ready", "pending", "residual")
 class Terminal:
     """A command in a terminal of its own: what it shows, and what it wrote."""
 
-    def __init__(self, *words: str, size: tuple[int, int] = (80, 24), **env: str) -> None:
+    def __init__(
+        self, *words: str, size: tuple[int, int] = (80, 24), cwd: Path | None = None, **env: str
+    ) -> None:
         self._screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self._screen)
         self.wrote = b""
@@ -43,7 +45,7 @@ class Terminal:
         fcntl.ioctl(inner, termios.TIOCSWINSZ, rows)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "zfabric", *words],
-            stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+            stdin=inner, stdout=inner, stderr=inner, start_new_session=True, cwd=cwd,
             env={**os.environ, "TERM": "xterm-256color", **env},
         )  # fmt: skip
         os.close(inner)
@@ -178,9 +180,12 @@ def test_broker_that_dies_and_returns_is_disconnected_and_then_live(fabric: Fabr
         broker.wait(20)
         wrote = len(top.wrote)
         lines = top.until(lambda lines: lines[0].startswith("DISCONNECTED"))
+        # The connection's end is what is seen, not the silence after it.
+        assert re.search(r"last heard [01] s ago", lines[0]), lines[0]
+        assert lines[2] == "! the broker does not answer: these are its last values"
         lines = top.until(lambda lines: "trying again in" in lines[0])
-        assert [line.split()[:1] for line in lines[2:-1]] == [
-            line.split()[:1] for line in before[2:-1]
+        assert [line.split()[:1] for line in lines[3:-1]] == [
+            line.split()[:1] for line in before[3:-1]
         ]
         # The last values are still there, and faint (SGR 2).
         assert re.search(rb"\x1b\[(?:\d+;)*2(?:;\d+)*mgpu0", top.wrote[wrote:])
@@ -270,6 +275,22 @@ def test_headless_recording_of_a_broker_replays_on_a_terminal(
         top.press("q")
         assert top.process.wait(PATIENCE_S) == 0
         assert b"Traceback" not in top.wrote
+
+
+def test_demo_stays_for_a_look_and_then_prints_its_summary(tmp_path: Path) -> None:
+    with terminal("demo", "--items", "100", "--opt", "speed=0", cwd=tmp_path) as demo:
+        demo.until(lambda lines: lines[-1].startswith("ENDED: q goes on"))
+        demo.press("5")
+        demo.until(lambda lines: flow_on_screen(lines).get("completed", (0, 0))[0] == 100)
+        demo.press("4")
+        demo.until(lambda lines: any("sim-0  demo" in line for line in lines))
+        demo.press("q")
+        deadline = time.monotonic() + PATIENCE_S
+        while demo.process.poll() is None and time.monotonic() < deadline:
+            demo.read()
+        assert demo.process.returncode == 0
+        assert re.search(rb"items +100 of 100", demo.wrote), demo.lines
+        assert b"Traceback" not in demo.wrote
 
 
 def test_top_records_what_it_shows(fabric: Fabric, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 
 from tests.dashboards import ADDRESS, Clock, Day, FakeDesk, FakeFeed, a_day, recorded, screen_of
+from tests.harness import Bench
 from zfabric.errors import FabricError
+from zfabric.publishing import Publishing
 from zfabric_tui import commands
-from zfabric_tui.app import TopApp
+from zfabric_tui.app import LOOK_S, TopApp
 from zfabric_tui.commands import COMMANDS, EVERYWHERE, LIVE, PALETTE_KEY, REPLAY
 from zfabric_tui.dialogs import Ask, Choose, When
 from zfabric_tui.recording import Reader
@@ -152,6 +154,71 @@ def test_space_holds_the_picture_and_goes_on(day: Day) -> None:
 
     held, after = asyncio.run(run())
     assert (held, after) == (day.views[-1]["time"], extra[1]["time"])
+
+
+def test_dashboard_of_something_that_ends_stays_until_nobody_is_there(day: Day) -> None:
+    """`zfabric demo`: whoever watched it wants to look round in the end."""
+    over, seen = [], []
+    app = live(day)
+    app._ends = lambda: bool(over)
+
+    async def run() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await press(pilot, app, "1")
+            seen.append(screen_of(app)[-1])
+            over.append(True)
+            await press(pilot, app, "4")
+            seen.append(screen_of(app)[-1])
+            app._clock.now += LOOK_S - 10.0
+            await press(pilot, app, "1")
+            app._clock.now += LOOK_S - 10.0
+            app.refresh_picture()
+            seen.append(screen_of(app)[-1])
+            assert app.is_running and app.page == "overview"
+            app._clock.now += 11.0
+            app.refresh_picture()
+            await pilot.pause()
+
+    asyncio.run(run())
+    assert "ENDED" not in seen[0]
+    assert seen[1].startswith(f"ENDED: q goes on ({LOOK_S:.0f} s)  ") and "^p all" in seen[1]
+    assert "ENDED: q goes on (10 s)" in seen[2]
+    assert not app.is_running
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_list_stays_at_its_top_until_a_row_is_chosen(day: Day, *, moved: bool) -> None:
+    """The first of the shapes is the current one, and the last of them once it is drained."""
+    last = day.views[-1]
+    row = last["shapes"][0]
+    many = [{**row, "signature": f"{k:016x}", "current": k == 0} for k in range(40)]
+    app = TopApp(FakeFeed([{**last, "shapes": many}]), ADDRESS, hz=0.001, clock=Clock())
+
+    async def run() -> tuple[str | None, str]:
+        async with app.run_test(size=(80, 24)) as pilot:
+            for key in ("3", *["down"] * moved):
+                await press(pilot, app, key)
+            later = {**last, "time": last["time"] + 1.0, "shapes": [*many[2:], *many[:2]]}
+            app._feed.views.append(later)
+            app.refresh_picture()
+            await pilot.pause()
+            return chosen(app), screen_of(app)[1].split()[-3]
+
+    if moved:
+        assert asyncio.run(run()) == (f"{1:016x}", "25-40")
+    else:
+        assert asyncio.run(run()) == (f"{2:016x}", "1-16")
+
+
+def test_key_that_has_nothing_to_work_on_says_so() -> None:
+    bench = Bench()
+    view = Publishing(bench.dispatcher, 4.0).view(bench.now)
+    for start, key, said in (
+        ("3", "enter", "no shape"), ("2", "c", "no lanes"), ("2", "o", "no lanes"),
+        ("2", "right_square_bracket", "no shape"), ("2", "left_square_bracket", "no shape"),
+    ):  # fmt: skip
+        app = TopApp(FakeFeed([view]), ADDRESS, desk=FakeDesk(), hz=0.001, clock=Clock())
+        assert said in pressed(app, start, key, look=screen_of)[-1][-1], key
 
 
 # -- moving ---------------------------------------------------------------------------------------
@@ -358,20 +425,56 @@ def test_refusal_of_the_broker_is_shown(day: Day) -> None:
 
 
 @pytest.mark.parametrize("key", ["p", "d", "r", "f"])
-def test_nothing_is_ordered_with_readonly(day: Day, key: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [(None, "--readonly"), ("monitor", "the role of this key is monitor, which may only look")],
+)
+def test_nothing_is_ordered_with_readonly_or_a_key_that_may_only_look(
+    day: Day, key: str, role: str | None, said: str
+) -> None:
     desk = FakeDesk()
+    desk.role = role
     app = live(day, desk)
-    app._readonly = True
+    app._readonly = role is None
 
     def look(app: TopApp) -> Any:
         titles = [c.title for c in app.get_system_commands(app.screen)]
         return dialog(app), screen_of(app)[-1], titles
 
     seen = pressed(app, key, look=look)
-    assert seen[1][0] is not Ask and "--readonly" in seen[1][1]
+    assert seen[1][0] is not Ask and said in seen[1][1]
     assert not any(word in seen[0][1] for word in ("pause", "drain", "requeue", "forget"))
     assert not any("pause" in title for title in seen[0][2])
     assert desk.asked == []
+
+
+def test_role_that_may_order_does(day: Day) -> None:
+    desk = FakeDesk()
+    desk.role = "operator"
+    assert pressed(live(day, desk), "d", "y", look=dialog)[1] is Ask
+    assert desk.asked == [("drain", {})]
+
+
+def test_order_that_is_not_allowed_is_offered_no_more_until_another_broker_comes(day: Day) -> None:
+    desk = FakeDesk({"drain": FabricError("not_allowed: a monitor may not drain")})
+    app = live(day, desk)
+    seen = pressed(app, "d", "y", "p", look=lambda app: (dialog(app), screen_of(app)[-1]))
+    assert seen[1][0] is Ask and "drain" in seen[0][1]
+    assert seen[2][1] == "refused: not_allowed: a monitor may not drain"
+    assert seen[3][0] is not Ask and seen[3][1] == "not allowed: a monitor may not drain"
+    assert desk.asked == [("drain", {})]
+    app = live(day, desk)
+
+    async def restart() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            for key in ("d", "y"):
+                await press(pilot, app, key)
+            assert app._may_order is not None
+            app._feed.views.append({**day.views[-1], "boot_id": "another"})
+            await press(pilot, app, "1")
+            assert app._may_order is None
+
+    asyncio.run(restart())
 
 
 def test_nothing_is_ordered_of_a_broker_that_is_lost(day: Day) -> None:

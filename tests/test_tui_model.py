@@ -101,10 +101,12 @@ def test_what_went_before_a_jump_is_forgotten(day: Day) -> None:
     assert (history.events, history.rates.items, history.lanes) == ([], None, {})
 
 
-def test_eta_is_of_what_the_job_said_and_of_nothing_else() -> None:
+def test_eta_is_of_what_the_job_said_or_of_what_it_left_here() -> None:
     job: dict[str, Any] = {
         "expected_items": None, "completed_items": 0, "dead_items": 0, "refused_items": 0,
+        "accepted_items": 30, "live": True,
     }  # fmt: skip
+    assert eta_s({**job, "live": False, "completed_items": 10}, 10.0) == 2.0
     assert eta_s(job, 10.0) is None
     assert eta_s({**job, "expected_items": 50}, 10.0) == 5.0
     assert eta_s({**job, "expected_items": 50}, None) is None

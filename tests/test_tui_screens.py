@@ -174,16 +174,70 @@ def test_lost_broker_is_disconnected_over_its_last_values_dimmed(
         strips = app.screen._compositor.render_strips()
         return screen_of(app), [s.style for strip in strips[2:-1] for s in strip if s.text.strip()]
 
-    well, inks = drawn(live(day, clock=clock), size, (), look=look)
-    lines, faint_inks = drawn(live(day, clock=clock), size, (), lose, look)
+    # The flow page says nothing of whether it is well: all of it stays.
+    well, inks = drawn(live(day, clock=clock), size, ("5",), look=look)
+    lines, faint_inks = drawn(live(day, clock=clock), size, ("5",), lose, look)
     assert sum(not style.dim for style in inks) > 10
     for style, faint in zip(inks, faint_inks, strict=True):
         # Colours are dimmed by mixing them with the background, the rest by the terminal.
         darker = style.color is not None and faint.color != style.color
         assert faint.dim or darker
+    assert lines[2:-1] == well[2:-1]
+    lines, _ = drawn(live(day, clock=clock), size, (), lose, look)
     compare("disconnected", size, lines)
     assert lines[0].startswith("DISCONNECTED") and "last heard 12 s ago" in lines[0]
-    assert lines[2:-1] == well[2:-1]
+    assert lines[2] == "! the broker does not answer: these are its last values"
+
+
+def test_well_fabric_is_not_called_so_when_its_broker_is_silent() -> None:
+    bench, clock, seen = Bench(), Clock(), []
+    view = Publishing(bench.dispatcher, 4.0).view(bench.now)
+
+    def wait(app: TopApp) -> None:
+        for _ in range(7):
+            clock.now += 0.5
+            app.refresh_picture()
+            lines = screen_of(app)
+            seen.append((lines[0].split()[0], any("HEALTHY" in line for line in lines)))
+            assert seen[-1][1] == (clock.now <= 1_001.0)
+            if 1_001.0 < clock.now <= 1_003.0:
+                assert "! LATE: no word from the broker" in lines[0]
+                assert lines[2] == "! no word from the broker: these are its last values"
+
+    drawn(TopApp(FakeFeed([view]), ADDRESS, hz=0.001, clock=clock), (80, 24), (), wait)
+    assert [word for word, _ in seen] == [ADDRESS] * 6 + ["DISCONNECTED"]
+
+
+def test_connection_that_ended_is_known_at_once(day: Day) -> None:
+    app = live(day)
+
+    def cut(app: TopApp) -> None:
+        app._feed.cuts = [True]
+        app.refresh_picture()
+        assert screen_of(app)[0].startswith("DISCONNECTED")
+        assert "last heard 0 s ago, trying again in 5 s" in screen_of(app)[0]
+        app._feed.cuts, app._feed.views = [False], [day.views[-1]]
+        app.refresh_picture()
+
+    lines = drawn(app, (80, 24), (), cut)
+    assert lines[0].startswith(f"{ADDRESS} 0.0 s old")
+
+
+def test_broker_that_publishes_seldom_is_not_late(day: Day) -> None:
+    """As with `zfabric broker --hz 0.2`."""
+    clock = Clock()
+    views = [{**day.views[-1], "time": day.views[-1]["time"] + 5 * k} for k in range(2)]
+
+    def wait(app: TopApp) -> None:
+        clock.now += 12.0
+        app.refresh_picture()
+        assert "12.0 s old" in screen_of(app)[0] and "LATE" not in screen_of(app)[0]
+        clock.now += 1.0
+        app.refresh_picture()
+
+    feed = FakeFeed(views, first=2)
+    lines = drawn(TopApp(feed, ADDRESS, hz=0.001, clock=clock), (80, 24), (), wait)
+    assert lines[0].startswith("DISCONNECTED")
 
 
 def test_lost_broker_counts_down_to_the_next_try(day: Day) -> None:
@@ -228,7 +282,8 @@ def test_gap_of_a_recording_is_drawn_as_a_gap(
 
     lines = drawn(TopApp(feed, "day.db", hz=0.001, clock=clock), size, (), play)
     compare("replay-gap", size, lines)
-    assert "GAP, nothing was recorded" in lines[0]
+    assert "GAP: nothing recorded, last 5 s before" in lines[0] and len(lines[0]) < size[0]
+    assert "HEALTHY" not in "\n".join(lines) and "nothing was recorded now" in lines[2]
     assert re.search(r"\[.*- +#? +-.*\]", lines[-2])
 
 

@@ -116,6 +116,8 @@ class Broker:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        # an endpoint that nothing is taken from any more
+        self._deaf_to: str | None = None
         self._stats: zmq.Socket[bytes] | None = None
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
         self._drain_asked = threading.Event()
@@ -224,6 +226,10 @@ class Broker:
         try:
             self._serve(until=lambda: self.dispatcher.drained(time.monotonic()))
             self.dispatcher.farewell("the broker ends")
+            # A worker dials again as soon as it reads that. What it held it has given up; let in
+            # now, it would be lost again when the door closes.
+            self._poller.unregister(self._sockets[WORKERS])
+            self._deaf_to = WORKERS
             ends_s = time.monotonic() + FAREWELL_S
             self._serve(until=lambda: time.monotonic() >= ends_s)
             if not self._stop_asked.is_set():
@@ -313,6 +319,8 @@ class Broker:
         """Take what has arrived, for one slice at most; returns whether all of it was taken."""
         drained, messages, count = True, 0, 0
         for endpoint, socket in self._sockets.items():
+            if endpoint == self._deaf_to:
+                continue
             if endpoint == PRODUCERS and self.dispatcher.writing:
                 drained = False
                 continue

@@ -76,7 +76,11 @@ class BrokerConfig:
         64 * MIB, "free bytes of the disk under which nothing new is taken", unit="bytes", low=0
     )
     max_disk: int | None = key_row(
-        None, "bytes that the directory may use; no limit when not set", unit="bytes", low=1
+        None,
+        "bytes of segments and results over which nothing new is taken; a reserve of 16 MiB comes "
+        "on top; no limit when not set",
+        unit="bytes",
+        low=1,
     )
     memory: bool = key_row(
         False, "insist on memory, whatever sets data elsewhere; a restart loses what is queued"
@@ -258,6 +262,9 @@ class WorkerConfig:
         low=1,
         high=PORT_MAX,
         metavar="PORT",
+    )
+    log: str = key_row(
+        "text", "events on standard error, as lines of", choices=("text", "json", "off")
     )
 
     def __post_init__(self) -> None:

@@ -271,7 +271,10 @@ class Delivery:
         self._unlist(worker)
         self._fabric.count("worker_disconnects")
         self._fabric.count(f"worker_disconnects_{kind}")
-        self._fabric.event("worker_lost", f"{worker.name}: {reason}", now, worker=worker.name)
+        if kind == "left":
+            self._fabric.event("worker_left", f"{worker.name}: {reason}", now, worker=worker.name)
+        else:
+            self._fabric.event("worker_lost", f"{worker.name}: {reason}", now, worker=worker.name)
         for parting in part(list(worker.held.values())):
             self._free(worker, parting.batch, parting.free, now, parting.batch.solo)
         if not worker.held:

@@ -51,6 +51,11 @@ class DiskRoom:
             self.reserved = True
         return self.reason
 
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that are held for results, besides what the store uses."""
+        return RESERVE_BYTES if self.reserved else 0
+
     def give_up_reserve(self) -> bool:
         """Free the reserve; False where there was none."""
         if not self.reserved:

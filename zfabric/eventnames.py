@@ -1,5 +1,7 @@
 """The names of events, which logs, metrics and alert rules are keyed by: stable, never reused.
 
+A worker has events of its own, for its own log.
+
 Decides the level of each, `info` or `warning`, and says what it means. Every warning has a counter,
 `zfabric_events_total{event="..."}`. A name that is not in the table is a warning, so that nothing
 new is overlooked; a test holds the table complete.
@@ -45,11 +47,29 @@ EVENTS = {
     "waste_verdict": Known(INFO, "what most of the padding comes from has changed"),
     "worker_forgotten": Known(INFO, "an operator forgot a worker that is gone"),
     "worker_joined": Known(INFO, "a worker registered, or came back"),
-    "worker_lost": Known(WARNING, "a worker's connection ended, whatever the reason"),
+    "worker_left": Known(INFO, "a worker said goodbye and ended its connection"),
+    "worker_lost": Known(WARNING, "a worker's connection ended without a goodbye"),
+}
+
+
+# What the log of a worker calls a record without a name: a library's, of its engine or ours.
+OTHER = "other"
+# Events of a worker's own log. A broker counts what it is told of them under its own names.
+WORKER_EVENTS = {
+    "batch_failed": Known(WARNING, "the engine failed on a batch, which was given back"),
+    "broker_connected": Known(INFO, "the broker let the worker in"),
+    "broker_lost": Known(WARNING, "the connection to the broker ended; it is looked for"),
+    "broker_refused": Known(WARNING, "the broker refused something, most of all the name"),
+    "engine_exited": Known(WARNING, "the engine's process ended; it is started again"),
+    "engine_loaded": Known(INFO, "the engine is ready"),
+    "message_dropped": Known(WARNING, "a message of the broker was not the protocol"),
+    OTHER: Known(WARNING, "a library had something to say"),
+    "worker_ended": Known(INFO, "the worker ends"),
+    "worker_started": Known(INFO, "the worker starts"),
 }
 
 
 def level_of(name: str) -> str:
     """`info` or `warning`."""
-    known = EVENTS.get(name)
+    known = EVENTS.get(name) or WORKER_EVENTS.get(name)
     return known.level if known is not None else WARNING

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zfabric.lanes import LANES_MAX
+from zfabric.lanes import LANES_MAX, THRESHOLD_BASE, THRESHOLD_SPAN
 from zfabric.ledger import HEALTHY_WASTE_MAX, HIGH_PRESSURE_MIN, NOISY_SHARE_MAX
 from zfabric.packing import BATCH_COST_TOKENS
 
@@ -98,8 +98,11 @@ def _numbers(status: Status, parts: tuple[Part, ...]) -> dict[str, float | int |
         "largest_part": lead.cause if lead is not None and lead.tokens else None,
         "largest_part_share": lead.share if lead is not None else 0.0,
         "lane_pressure_ratio": status["lane_pressure_ratio"],
+        "lane_pressure_ratio_run": status["lane_pressure_ratio_run"],
         "high_pressure_min": HIGH_PRESSURE_MIN,
-        "waste_threshold_ratio": status["waste_threshold_ratio"],
+        "waste_threshold_ratio_run": (
+            THRESHOLD_BASE + THRESHOLD_SPAN * status["lane_pressure_ratio_run"]
+        ),
         "lanes_active": status["lanes_active"],
         "lanes_limit": status["lanes_limit"],
         "batches": status["batches"],
@@ -152,7 +155,13 @@ def _healthy(status: Status) -> tuple[str, str, str]:
 
 
 def _capacity(status: Status) -> tuple[str, str, str]:
-    rule = "most padding is forced: items that wanted a lane of their own found none free"
+    if status["waste_tokens"]["forced"] >= status["waste_tokens"]["grown"]:
+        rule = "most padding is forced: items that wanted a lane of their own found none free"
+    else:
+        rule = (
+            "most padding is of items in lanes that others raised, because no lane opened for "
+            f"those: on average over {HIGH_PRESSURE_MIN:.0%} of the lanes were in use"
+        )
     if status["lanes_limit"] < LANES_MAX:
         return (
             rule,
@@ -181,12 +190,13 @@ def _noisy(status: Status) -> tuple[str, str, str]:
 _OTHERS = {
     "tolerance": (
         "most padding is within the threshold, and the threshold is high because over "
-        f"{HIGH_PRESSURE_MIN:.0%} of the lanes are in use",
+        f"{HIGH_PRESSURE_MIN:.0%} of the lanes were in use as items came",
         f"more lanes lower the threshold: zfabric explain waste --what-if lanes={LANES_MAX}",
         f"zfabric broker --lanes {LANES_MAX}",
     ),
     "growth": (
-        "most padding comes from items that waited while the target of their lane rose",
+        "most padding comes from items that waited while the target of their lane rose, with lanes "
+        "to spare",
         "let less wait: more workers, or a smaller --max-items at the broker",
         "zfabric lanes",
     ),

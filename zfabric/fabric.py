@@ -84,7 +84,7 @@ class Fabric:
             max_wait_s=config.max_wait_s,
         )
         # lanes of shapes that have been evicted still count in the totals
-        self.retired_lanes = {"opened": 0, "reused": 0, "forced": 0}
+        self.retired_lanes = {"opened": 0, "reused": 0, "forced": 0, "crowded": 0}
 
     # -- names --------------------------------------------------------------------------------
 
@@ -484,9 +484,8 @@ class Fabric:
         del self.groups[group.id]
         group.model.groups.pop(0 if self._is_fifo else group.signature, None)
         if group.lanes is not None:
-            self.retired_lanes["opened"] += group.lanes.opened_total
-            self.retired_lanes["reused"] += group.lanes.reused_total
-            self.retired_lanes["forced"] += group.lanes.forced_total
+            for name in self.retired_lanes:
+                self.retired_lanes[name] += getattr(group.lanes, f"{name}_total")
 
 
 def _by_owner(owners: Sequence[int], column: Sequence[T]) -> Iterable[tuple[int, Sequence[T]]]:

@@ -265,6 +265,7 @@ class FileBacking:
         return {
             "disk_bytes": self.disk_bytes(),
             "disk_bytes_limit": self.room.max_disk_bytes,
+            "disk_reserve_bytes": self.room.reserve_bytes,
             "disk_min_free_bytes": self.room.min_free_bytes,
             "segment_files": self.segment_files,
             "segment_bytes": self.segment_bytes,

@@ -88,6 +88,7 @@ class Lanes:
         "_targets",
         "_touched",
         "_used",
+        "crowded_total",
         "forced_total",
         "lanes_limit",
         "opened_total",
@@ -102,6 +103,9 @@ class Lanes:
         self.opened_total = 0
         self.reused_total = 0
         self.forced_total = 0
+        # Of every item, the lanes in use once its message was placed: over the items and the limit
+        # it is the mean pressure that they met.
+        self.crowded_total = 0
         # The search list: targets ascending, ids beside them. Open lanes only.
         self._targets = array("I")
         self._ids = array("H")
@@ -214,6 +218,7 @@ class Lanes:
         forced = assigned.tags.count(TAG_FORCED)
         self.opened_total += opened
         self.forced_total += forced
+        self.crowded_total += len(assigned.lane_ids) * min(self.lanes_active, self.lanes_limit)
         self.reused_total += len(assigned.lane_ids) - opened - forced
 
     def removed(self, lane_id: int, count: int) -> bool:

@@ -245,9 +245,10 @@ def _split(
 def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str:
     """One phrase that names what to look at; `shapes` are the rows that `waste` is the total of.
 
-    healthy, one noisy shape, capacity (forced leads), tolerance (threshold leads, pressure high),
-    growth, short prompts (floor and rounding lead), or, where lanes are not the cause at all,
-    strict packing or arrival order.
+    `pressure` is the mean that the items met as they came, 0 to 1: once a run has ended there is
+    none. healthy, one noisy shape, capacity (forced leads, with what grew while lanes were short),
+    tolerance (threshold leads, pressure high), growth, short prompts (floor and rounding lead), or,
+    where lanes are not the cause at all, strict packing or arrival order.
     """
     # A neighbour joins a batch only where a batch of its own would have cost more: no ill.
     if waste.wasted_tokens - waste.parts.neighbour <= HEALTHY_WASTE_MAX * waste.padded_tokens:
@@ -255,10 +256,13 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str
     if any(_explains_all(shape, waste) for shape in shapes):
         return "one noisy shape"
     parts = waste.parts
+    short = pressure >= HIGH_PRESSURE_MIN
     leads = {
-        "capacity": parts.forced,
+        # An item raises a lane that is not its own where none opened for it: the budget is used up,
+        # or the threshold has risen, as it does to keep the budget from being used up.
+        "capacity": parts.forced + (parts.grown if short else 0),
         "tolerance": parts.threshold,
-        "growth": parts.grown,
+        "growth": 0 if short else parts.grown,
         "short prompts": parts.floor + parts.rounding,
         "strict packing": parts.strict,
         "neighbours": parts.neighbour,
@@ -266,7 +270,7 @@ def verdict(waste: Waste, pressure: float, shapes: Sequence[Padded] = ()) -> str
     }
     lead = max(leads, key=leads.__getitem__)
     # With room for more lanes, waste within the threshold is what the rules were asked for.
-    if lead == "neighbours" or (lead == "tolerance" and pressure < HIGH_PRESSURE_MIN):
+    if lead == "neighbours" or (lead == "tolerance" and not short):
         return "healthy"
     return lead
 

@@ -7,10 +7,10 @@ of the server; it asks the broker's loop for a status and touches nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -71,6 +71,8 @@ RECOVERY = (
 )
 OUTCOMES = ("opened", "reused", "forced")
 LEFT = ("left", "unreachable", "silent", "connected_again")
+# The library would answer a scrape whatever the path.
+PATHS = ("/metrics", "/")
 
 
 def families(status: Status) -> Iterator[Metric]:
@@ -222,13 +224,27 @@ def registry(ask: Callable[[], Status]) -> CollectorRegistry:
     return made
 
 
+def only_at(paths: Iterable[str], app: Callable[..., Any]) -> Callable[..., Any]:
+    """The WSGI application at these paths; everything else is not found."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if environ["PATH_INFO"] in paths:
+            return app(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"there is nothing here but /metrics\n"]
+
+    return answer
+
+
 def serve(bind: str, port: int, ask: Callable[[], Status]) -> tuple[int, Callable[[], None]]:
     """Serve `http://bind:port/metrics` from a thread; the port it got, and how to end it.
 
     Raises ConfigError where the port cannot be had.
     """
     try:
-        server, thread = start_http_server(port, bind, registry(ask))
+        known = registry(ask)
+        server, thread = start_http_server(port, bind, known)
+        server.set_app(only_at(PATHS, make_wsgi_app(known)))
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {bind} port {port}: {error.strerror}; another --metrics-port "

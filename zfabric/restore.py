@@ -6,6 +6,7 @@ its number with the results that it has not acknowledged. Times are seconds on t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -38,8 +39,9 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     known = backing.catalog
     fabric.restored(known.next_producer, known.next_dead, known.retries)
     fabric.claims.restore(known.claims)
+    graves = Counter(record["producer"] for record in known.dead.values())
     for producer in found.producers.values():
-        _restore_producer(fabric, producer, now)
+        _restore_producer(fabric, producer, graves[producer.name], now)
     lanes: dict[tuple[str, int, int], _Lane] = {}
     for segment in found.segments:
         _count_over(fabric, segment.counts)
@@ -65,7 +67,11 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
         _tell(fabric, backing, lost, now)
 
 
-def _restore_producer(fabric: Fabric, found: FoundProducer, now: float) -> None:
+def _restore_producer(fabric: Fabric, found: FoundProducer, dead: int, now: float) -> None:
+    """Every result is an item that ended; how, is known of those that are not acknowledged.
+
+    The rest count as completed, but for the `dead` ones of which there are records.
+    """
     producer = Producer(found.index, found.name, now, last_seen_s=now)
     producer.upto, producer.above = found.upto, found.above
     producer.outbox.acked = producer.outbox.sent = found.acked_seq
@@ -73,6 +79,14 @@ def _restore_producer(fabric: Fabric, found: FoundProducer, now: float) -> None:
         producer.outbox.add((result,))
         fabric.outbox_bytes += len(result.payload)
     producer.outstanding = len(found.results)
+    how = Counter(result.status for result in found.results)
+    ended = producer.outbox.last - how[Status.REFUSED]
+    producer.accepted_items, producer.acked_items = ended, found.acked_seq
+    producer.dead_items = min(max(dead, how[Status.DEAD]), ended)
+    producer.completed_items = ended - producer.dead_items
+    producer.failed_items, producer.cancelled_items, producer.refused_items = (
+        how[status] for status in (Status.FAILED, Status.CANCELLED, Status.REFUSED)
+    )
     fabric.producers[found.index] = producer
     fabric.producer_index[found.name] = found.index
 

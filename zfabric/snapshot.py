@@ -128,6 +128,8 @@ class Survey:
     opened: int = 0
     reused: int = 0
     forced: int = 0
+    # see `Lanes.crowded_total`
+    crowded: int = 0
     # when the oldest ready item of each model was enqueued
     oldest_s: dict[str, float] = field(default_factory=dict)
     # the shape that lost most to padding
@@ -138,6 +140,7 @@ def survey(fabric: Fabric) -> Survey:
     """One pass over all shapes."""
     gone, limit = fabric.retired_lanes, fabric.config.lanes
     found = Survey(opened=gone["opened"], reused=gone["reused"], forced=gone["forced"])
+    found.crowded = gone["crowded"]
     wasted = 0
     for group in fabric.groups.values():
         if group.outstanding:
@@ -153,6 +156,7 @@ def survey(fabric: Fabric) -> Survey:
         found.opened += lanes.opened_total
         found.reused += lanes.reused_total
         found.forced += lanes.forced_total
+        found.crowded += lanes.crowded_total
         if active := lanes.lanes_active:
             found.lanes_active += active
             found.pressures += min(1.0, active / limit)
@@ -167,11 +171,17 @@ def diagnose(fabric: Fabric) -> str:
 
 def _verdict(fabric: Fabric, found: Survey) -> str:
     noisy = [] if found.noisiest is None else [found.noisiest]
-    return verdict(fabric.waste, _mean(found), noisy)
+    return verdict(fabric.waste, _of_run(fabric, found), noisy)
 
 
 def _mean(found: Survey) -> float:
     return found.pressures / found.shapes_laned if found.shapes_laned else 0.0
+
+
+def _of_run(fabric: Fabric, found: Survey) -> float:
+    """The mean pressure that items met as they came: a run that has ended had one too."""
+    items = found.opened + found.reused + found.forced
+    return found.crowded / (items * fabric.config.lanes) if items else 0.0
 
 
 def _age(since_s: float | None, now: float) -> float | None:
@@ -186,6 +196,7 @@ def storage(fabric: Fabric, now: float) -> dict[str, Any]:
     return {
         "disk_bytes": None,
         "disk_bytes_limit": None,
+        "disk_reserve_bytes": None,
         "disk_min_free_bytes": None,
         "segment_files": None,
         "segment_bytes": None,
@@ -232,6 +243,7 @@ def _lanes_total(fabric: Fabric, found: Survey) -> dict[str, Any]:
         "lanes_active": found.lanes_active,
         "lanes_limit": fabric.config.lanes,
         "lane_pressure_ratio": pressure,
+        "lane_pressure_ratio_run": _of_run(fabric, found),
         # The threshold is linear in the pressure, so the mean of one is that of the other.
         "waste_threshold_ratio": (
             THRESHOLD_BASE + THRESHOLD_SPAN * pressure if found.shapes_laned else None

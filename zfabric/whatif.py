@@ -2,8 +2,9 @@
 
 It drives the broker's own state in memory, so that it knows no rule of its own: lanes, packing and
 the order of draining are those that a broker would use. What waits is kept at the backlog that it
-is given, and what is left at the end is not handed out. It is a simulation on a sample, and says
-so. Lengths are tokens, times seconds.
+is given, and what is left at the end is not handed out. As many items go through it as went through
+the broker, as far as that matters, so that the two can be compared. It is a simulation on a sample,
+and says so. Lengths are tokens, times seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Outcome:
     batch_fill_ratio: float
     # None where nothing was handed out
     cost_ratio: float | None
-    lane_pressure_ratio: float
+    # the mean that items met
+    lane_pressure_ratio_run: float
     padding_tokens: dict[str, int]
 
     def as_map(self) -> dict[str, Any]:
@@ -59,12 +61,18 @@ class Outcome:
 
 
 def simulate(
-    runs: Sequence[Run], *, lanes: int, packing: str, contract: Contract, backlog_items: int
+    runs: Sequence[Run],
+    *,
+    lanes: int,
+    packing: str,
+    contract: Contract,
+    backlog_items: int,
+    accepted_items: int = SETTLED_ITEMS,
 ) -> Outcome:
     """Run a sample through a fabric with so many lanes. Raises ConfigError on a sample too small.
 
-    Every model is served by one worker with `contract`. The sample is sent round until the lanes
-    have settled, as if the same lengths went on coming at the same pace.
+    Every model is served by one worker with `contract`. The sample is sent round, as if the same
+    lengths went on coming at the same pace, until `accepted_items` came or the lanes have settled.
     """
     items = sum(len(run.lengths) for run in runs)
     if items < SAMPLE_MIN:
@@ -78,7 +86,7 @@ def simulate(
     backlog = min(backlog_items, items // BACKLOG_SHARE)
     shapes: dict[tuple[str, str], Shape] = {}
     producer = fabric.producer("what-if", 0.0)
-    for now, run in _rounds(runs, items):
+    for now, run in _rounds(runs, items, min(accepted_items, SETTLED_ITEMS)):
         key = run.model, run.signature
         shape = shapes.setdefault(key, Shape.of(run.model, run.signature))
         first = producer.accepted_items + 1
@@ -91,10 +99,10 @@ def simulate(
     return _outcome(fabric, lanes, now)
 
 
-def _rounds(runs: Sequence[Run], items: int) -> Iterator[tuple[float, Run]]:
-    """(time, run) of the sample, over and over until `SETTLED_ITEMS`."""
+def _rounds(runs: Sequence[Run], items: int, wanted_items: int) -> Iterator[tuple[float, Run]]:
+    """(time, run) of the sample, over and over until so many items are wanted no more."""
     ages = [run.age_s for run in runs]
-    span_s, rounds = max(ages) - min(ages), max(1, -(-SETTLED_ITEMS // items))
+    span_s, rounds = max(ages) - min(ages), max(1, round(wanted_items / items))
     now = 0.0
     for turn in range(rounds):
         for run in runs:
@@ -146,7 +154,7 @@ def _outcome(fabric: Fabric, lanes: int, now: float) -> Outcome:
         status["waste_ratio"],
         status["batch_fill_ratio"],
         status["cost_ratio"],
-        status["lane_pressure_ratio"],
+        status["lane_pressure_ratio_run"],
         status["waste_tokens"],
     )
 

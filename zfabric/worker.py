@@ -15,6 +15,7 @@ port is asked of the broker before every connection, since it may change. Times 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -48,6 +49,7 @@ from zfabric.session import Session
 from zfabric.shapes import Contract, check_name
 from zfabric.transport import Handshakes, connect_watched
 from zfabric.worker_session import LIVE, News, WorkerSession
+from zfabric.worklog import say
 
 # Loads that fail in a row before the worker gives up: by then 7.5 s and five loads have gone by.
 FAILED_LOADS_MAX = 5
@@ -67,8 +69,6 @@ RETURN_KIND = {
     "error": "engine_error",
     "unreachable": "unreachable",
 }
-
-_log = logging.getLogger(__name__)
 
 
 class Worker:
@@ -104,6 +104,7 @@ class Worker:
         # A worker's key may not ask where the workers' port is.
         self._port = broker_port or (port + 1 if self._key is not None else None)
         self.name = check_name(name or f"{sockets.gethostname()}-{os.getpid()}", "worker name")
+        self._say = functools.partial(say, logging.getLogger(__name__), worker=self.name)
         check_name(model, "model name")
         check_name(engine, "engine label")
         if type(window) is not int or not 1 <= window <= WINDOW_MAX:
@@ -332,7 +333,7 @@ class Worker:
             except PeerError as error:
                 if error.code == "version_mismatch":
                     raise VersionMismatch(f"{self.address}: {error.text}") from None
-                _log.warning("%s: a message of the broker was dropped: %s", self.name, error.text)
+                self._say("message_dropped", f"a message of the broker was dropped: {error.text}")
 
     def _on_port(self, asking: Session, news: PortNews, now: float) -> None:
         if news.fatal is not None:
@@ -360,14 +361,14 @@ class Worker:
         for code, text in news.errors:
             if (code, text) != self._said:
                 self._said = code, text
-                _log.warning("%s: the broker refused: %s: %s", self.name, code, text)
+                self._say("broker_refused", f"the broker refused: {code}: {text}", code=code)
             if not self.connected and self._refusal is None:
                 self._refusal = (now, code, text)
         if news.welcomed:
             self._met, self._refusal, self._said = True, None, None
-            _log.info("%s: connected to %s", self.name, self.address)
+            self._say("broker_connected", f"connected to {self.address}")
         if news.reconnect:
-            _log.warning("%s: the broker at %s went away", self.name, self.address)
+            self._say("broker_lost", f"the broker at {self.address} went away")
             self._dial(now)
 
     def _give_up(self, code: str, text: str) -> None:
@@ -433,7 +434,7 @@ class Worker:
                     self._pauses.reset()
             elif isinstance(event, Loaded):
                 self._loaded, self._failed_loads = True, 0
-                _log.info("%s: the engine is loaded", self.name)
+                self._say("engine_loaded", "the engine is loaded")
             elif isinstance(event, Failed):
                 self._on_failed(event, now)
             elif isinstance(event, Exited):
@@ -445,13 +446,13 @@ class Worker:
         if failed.batch_id is None:
             self._load_error = failed.text
             return
-        _log.warning("%s: a batch failed: %s: %s", self.name, failed.kind, failed.text)
+        self._say("batch_failed", f"a batch failed: {failed.kind}: {failed.text}", kind=failed.kind)
         self._session.give_back(failed.batch_id, RETURN_KIND[failed.kind], failed.text)
         if failed.kind == "unreachable":
             self._resume_at = now + self._pauses.take()
 
     def _on_exit(self, exited: Exited, now: float) -> None:
-        _log.warning("%s: the engine %s", self.name, exited.text)
+        self._say("engine_exited", f"the engine {exited.text}")
         if exited.batch_id is not None:
             self._session.give_back(exited.batch_id, "engine_exit", exited.text)
         if not self._loaded:

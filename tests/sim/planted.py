@@ -19,10 +19,10 @@ from zfabric.store import Store
 def tombstone_before_result() -> list[Any]:
     """The tombstone is written at once, and its result with the next window."""
 
-    def owe_tombstone(self: Any, file: Any, place: int) -> None:
-        file.write_tombstones([place])
+    def owe_tombstones(self: Any, file: Any, places: Any) -> None:
+        file.write_tombstones(list(places))
 
-    return [mock.patch.object(FileBacking, "owe_tombstone", owe_tombstone)]
+    return [mock.patch.object(FileBacking, "owe_tombstones", owe_tombstones)]
 
 
 def outbox_freed_before_tombstone_is_synced() -> list[Any]:
@@ -56,7 +56,7 @@ def cursor_moved_before_the_channel_took_the_batch() -> list[Any]:
 
     return [
         mock.patch.object(Offers, "next", next_and_advance),
-        mock.patch.object(Store, "commit", lambda self, take: None),
+        mock.patch.object(Store, "commit", lambda self, take, cursors=None: None),
     ]
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette
+from textual.events import Event, Key
 from textual.screen import Screen
 
 from zfabric.errors import ConfigError, FabricError
@@ -28,11 +29,12 @@ from zfabric_tui.commands import (
     SHAPES,
     WASTE,
 )
-from zfabric_tui.desk import Desk
+from zfabric_tui.desk import LOOKING_ROLES, NOT_ALLOWED, Desk
 from zfabric_tui.dialogs import Ask, Choose, When
 from zfabric_tui.feed import CURRENT, Arrived, Feed, LiveFeed, Snapshot
 from zfabric_tui.header import header
-from zfabric_tui.model import STALE_S, History
+from zfabric_tui.hearing import Hearing
+from zfabric_tui.model import History
 from zfabric_tui.pages.book import BOOK
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.paint import Palette
@@ -44,9 +46,9 @@ from zfabric_tui.timeline import line as timeline
 from zfabric_tui.timeline import parse
 from zfabric_tui.widgets import LanesView, PageView
 
-# A broker that is lost is looked for this often.
-RETRY_S = 5.0
 MESSAGE_S = 6.0
+# Seconds to look round in after what was watched has ended; every key begins them anew.
+LOOK_S = 120.0
 ASCII_CSS = """
 SearchIcon, CommandPalette LoadingIndicator { display: none; }
 CommandPalette #--input { border: none; }
@@ -94,6 +96,7 @@ class TopApp(App[None]):
         self._interval_s = 1 / hz
         self._recorder = recorder
         self._ends = ends
+        self._leaves_s: float | None = None
         self._clock = clock
         self._palette = Palette(color=not self.no_color, ascii_only=ascii_only)
         self.history = History()
@@ -102,10 +105,11 @@ class TopApp(App[None]):
         # the shape whose lanes are shown; None is the current one
         self._shape: str | None = None
         self._held = False
-        self._seen_s: float | None = None
-        self._retry_s: float | None = None
+        self.hearing = Hearing(clock, self._replay)
         self._asking = False
         self._boot: str | None = None
+        # what a broker said that refused an order for want of a right
+        self._denied: str | None = None
         self._message: tuple[str, float] | None = None
         if self._replay is not None:
             self._gaps = self._replay.reader.gaps()
@@ -134,6 +138,12 @@ class TopApp(App[None]):
         """Another width has room for other columns; the widgets know theirs after a layout."""
         self.call_after_refresh(self.draw)
 
+    async def on_event(self, event: Event) -> None:
+        """Whoever presses a key is still there."""
+        if self._leaves_s is not None and isinstance(event, Key):
+            self._leaves_s = self._clock() + LOOK_S
+        await super().on_event(event)
+
     def on_unmount(self) -> None:
         """The feed ends with the screen."""
         self._feed.close()
@@ -152,24 +162,14 @@ class TopApp(App[None]):
         """What is drawn."""
         return self.history.snapshot
 
-    @property
-    def _age_s(self) -> float | None:
-        if self._replay is not None:
-            return self._replay.age_s
-        return None if self._seen_s is None else self._clock() - self._seen_s
-
-    @property
-    def lost(self) -> bool:
-        """Whether what is drawn is old."""
-        if self._replay is not None:
-            return self._replay.in_gap
-        age_s = self._age_s
-        return age_s is None or age_s > STALE_S
-
     def refresh_picture(self) -> None:
-        """Take what the feed has and draw it; leave when what was watched has ended."""
+        """Take what the feed has and draw it; leave some time after what was watched has ended."""
         if self._ends is not None and self._ends():
-            self.exit()
+            now = self._clock()
+            if self._leaves_s is None:
+                self._leaves_s = now + LOOK_S
+            elif now >= self._leaves_s:
+                self.exit()
         try:
             self._take(self._feed.poll(0))
         except ConfigError as error:
@@ -185,9 +185,7 @@ class TopApp(App[None]):
             except ConfigError as error:
                 self._recorder = None
                 self.say(str(error))
-        if arrived.snapshots:
-            self._seen_s = self._clock()
-            self._retry_s = None
+        self.hearing.note(arrived)
         if self._held and self._replay is None:
             return
         if arrived.restarted:
@@ -199,7 +197,7 @@ class TopApp(App[None]):
         if arrived.snapshots and self._desk is not None:
             boot = arrived.snapshots[-1]["boot_id"]
             if boot != self._boot:
-                self._boot = boot
+                self._boot, self._denied = boot, None
                 self.run_worker(self._fetch_events, thread=True)
 
     def _fetch_events(self) -> None:
@@ -213,13 +211,8 @@ class TopApp(App[None]):
 
     def _look_for_broker(self) -> None:
         """A broker that is lost may have come back elsewhere."""
-        if self._desk is None or self._replay is not None or not self.lost:
-            return
-        now = self._clock()
-        if self._retry_s is None:
-            self._retry_s = now + RETRY_S
-        elif now >= self._retry_s and not self._asking:
-            self._retry_s, self._asking = now + RETRY_S, True
+        if self._desk is not None and self.hearing.is_due() and not self._asking:
+            self._asking = True
             self.run_worker(self._find_broker, thread=True)
 
     def _find_broker(self) -> None:
@@ -253,15 +246,8 @@ class TopApp(App[None]):
         self.query_one("#keys", LineView).show(self._key_line(width))
 
     def _header(self) -> Line:
-        retry_s = None if self._retry_s is None else max(0.0, self._retry_s - self._clock())
         return header(
-            self.snapshot,
-            self._address,
-            age_s=self._age_s,
-            lost=self.lost,
-            held=self._held,
-            retry_s=retry_s,
-            replay=self._replay,
+            self.snapshot, self._address, self.hearing, held=self._held, replay=self._replay
         )
 
     def _key_line(self, width: int) -> Line:
@@ -270,7 +256,13 @@ class TopApp(App[None]):
             if self._clock() < until_s:
                 return line(text, "head")
             self._message = None
-        return commands.key_line(self.mode, self.page, width, orders=self._may_order is None)
+        ended: Line = ()
+        if self._leaves_s is not None:
+            left_s = max(0.0, self._leaves_s - self._clock())
+            ended = line(f"ENDED: q goes on ({left_s:.0f} s)  ", "head")
+        width -= sum(len(span.text) for span in ended)
+        orders = self._may_order is None
+        return (*ended, *commands.key_line(self.mode, self.page, width, orders=orders))
 
     def _draw_body(self) -> str | None:
         """Draw the page; which lines of it are in sight."""
@@ -278,12 +270,13 @@ class TopApp(App[None]):
         if self.page == LANES:
             self._draw_lanes(lanes)
             return None
-        faint = self.lost and self.page != HELP
+        faint = self.hearing.lost and self.page != HELP
         if self.snapshot is None and self.page != HELP:
             pages.show(Page([line("nothing heard yet", "dim")]), faint=False)
             return None
+        size, chosen = pages.size, pages.chosen
         view = View(
-            self.snapshot or {}, self.history, pages.size.width, pages.size.height, pages.chosen
+            self.snapshot or {}, self.history, size.width, size.height, chosen, self.hearing.old
         )
         pages.show(BOOK[self.page](view), faint=faint)
         return pages.position
@@ -298,8 +291,10 @@ class TopApp(App[None]):
         if known is not None:
             signature = known["signature"]
         shape = next((row for row in rows if row["signature"] == signature), None)
-        none = "no shape yet" if signature is None else f"waiting for {signature} ..."
-        lanes.show(known, shape, none=none, faint=self.lost)
+        none = f"the lanes of {signature} are on their way"
+        if signature is None:
+            none = "no shapes yet: submit work, or zfabric run-batch --help"
+        lanes.show(known, shape, none=none, faint=self.hearing.lost)
 
     def say(self, text: str) -> None:
         """A word in place of the keys, for a while."""
@@ -363,14 +358,19 @@ class TopApp(App[None]):
 
     def action_enter(self) -> None:
         """The lanes of the chosen shape."""
-        if self.page == SHAPES and (chosen := self.query_one(PageView).chosen) is not None:
+        if self.page != SHAPES:
+            return
+        chosen = self.query_one(PageView).chosen
+        if chosen is None:
+            self.say("there is no shape yet")
+        else:
             self._shape = chosen
             self.action_open(LANES)
 
     def action_turn(self, what: str) -> None:
         """Another metric or order of the map."""
-        if self.page == LANES:
-            self.query_one(LanesView).turn(what)
+        if self.page == LANES and not self.query_one(LanesView).turn(what):
+            self.say("there are no lanes yet")
 
     def action_shape(self, by: int) -> None:
         """The lanes of the next shape, or of the one before."""
@@ -383,6 +383,8 @@ class TopApp(App[None]):
             at = known.index(shown) + by if shown in known else 0
             self._shape = known[at % len(known)]
             self.draw()
+        else:
+            self.say("there is no shape yet")
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers: every command of this page and mode."""
@@ -407,11 +409,15 @@ class TopApp(App[None]):
             return "--readonly: nothing is ordered from here"
         if self._desk is None:
             return "there is no broker to order"
-        return None
+        if self._desk.role in LOOKING_ROLES:
+            return f"not allowed: the role of this key is {self._desk.role}, which may only look"
+        if self._denied is not None:
+            return f"not allowed: {self._denied}"
+        return "the broker is lost" if self.hearing.lost else None
 
     def action_order(self, kind: str) -> None:
         """Ask, and if it is confirmed, order."""
-        refused = self._may_order or ("the broker is lost" if self.lost else None)
+        refused = self._may_order
         if refused is not None or self.snapshot is None:
             self.say(refused or "nothing heard yet")
             return
@@ -425,11 +431,9 @@ class TopApp(App[None]):
             self._confirm(found[0])
         else:
             titles = [order.title for order in found]
-            self.push_screen(Choose(titles), lambda at: self._chose(found, at))
-
-    def _chose(self, found: Sequence[orders.Order], at: int | None) -> None:
-        if at is not None:
-            self._confirm(found[at])
+            self.push_screen(
+                Choose(titles), lambda at: None if at is None else self._confirm(found[at])
+            )
 
     def _confirm(self, order: orders.Order) -> None:
         def answered(yes: bool | None) -> None:
@@ -448,6 +452,9 @@ class TopApp(App[None]):
             said = order.done
         except FabricError as error:
             said = f"refused: {error}"
+            code, _, text = str(error).partition(": ")
+            if code == NOT_ALLOWED:
+                self._denied = text
         self.call_from_thread(self.say, said)
 
     # -- replay -------------------------------------------------------------------------------

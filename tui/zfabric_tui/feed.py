@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 import msgpack
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from zfabric.keys import ClientKey
 from zfabric.protocol import TOPIC_EVENT, TOPIC_LANES, TOPIC_LENGTHS, TOPIC_SNAPSHOT
@@ -23,6 +24,8 @@ Lanes = dict[str, Any]
 CURRENT = "current"
 # Messages taken in one poll; a screen that was stopped finds more waiting and goes on next time.
 MESSAGES_MAX = 512
+# What the socket itself says of its connection: a broker that died is known at once.
+CUT: dict[int, bool] = {zmq.EVENT_DISCONNECTED: True, zmq.EVENT_HANDSHAKE_SUCCEEDED: False}
 
 
 @dataclass(slots=True)
@@ -30,12 +33,14 @@ class Arrived:
     """What came since the last poll, oldest first; `lanes` by signature.
 
     `restarted` says that what was known before does not come before these: the feed has jumped.
+    `cut` says whether the connection has ended since, or is back; None: neither.
     """
 
     snapshots: list[Snapshot] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     lanes: dict[str, Lanes] = field(default_factory=dict)
     restarted: bool = False
+    cut: bool | None = None
     # (topic, message as it was published), for a recording
     raw: list[tuple[bytes, bytes]] = field(default_factory=list)
 
@@ -69,6 +74,7 @@ class LiveFeed:
         if recording:
             self._topics |= {TOPIC_LENGTHS, TOPIC_LANES + CURRENT.encode()}
         self._socket = self._connect(stats_address)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event(sum(CUT)))
 
     def _connect(self, stats_address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.SUB)
@@ -97,8 +103,10 @@ class LiveFeed:
 
     def move(self, stats_address: str) -> None:
         """The broker is to be found elsewhere now."""
+        self._socket.disable_monitor()
         self._socket.close(0)
         self._socket = self._connect(stats_address)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event(sum(CUT)))
 
     def follow(self, signature: str | None) -> None:
         """See Feed."""
@@ -116,6 +124,8 @@ class LiveFeed:
         arrived = Arrived()
         if timeout_s > 0:
             self._socket.poll(int(timeout_s * 1000))
+        while self._monitor.poll(0):
+            arrived.cut = CUT.get(recv_monitor_message(self._monitor)["event"], arrived.cut)
         for _ in range(MESSAGES_MAX):
             try:
                 topic, raw = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -133,4 +143,5 @@ class LiveFeed:
 
     def close(self) -> None:
         """Close the socket."""
+        self._socket.disable_monitor()
         self._context.destroy(linger=0)

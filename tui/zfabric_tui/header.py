@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from zfabric_tui.hearing import Hearing
 from zfabric_tui.model import Snapshot, alarms
 from zfabric_tui.replay import ReplayFeed
 from zfabric_tui.text import BAD, GOOD, WARN, Line, Span, duration
@@ -12,21 +13,21 @@ from zfabric_tui.text import BAD, GOOD, WARN, Line, Span, duration
 def header(
     snapshot: Snapshot | None,
     address: str,
+    hearing: Hearing,
     *,
-    age_s: float | None,
-    lost: bool,
     held: bool,
-    retry_s: float | None,
     replay: ReplayFeed | None,
 ) -> Line:
     """The line at the top; every state of it has a word of its own."""
     if replay is not None:
-        return _of_replay(snapshot, replay, lost=lost)
-    if age_s is None or lost:
+        return _of_replay(snapshot, replay, lost=hearing.lost)
+    age_s = hearing.age_s
+    if age_s is None or hearing.lost:
         heard = "nothing heard yet" if age_s is None else f"last heard {duration(age_s)} ago"
+        retry_s = hearing.retry_s
         trying = "" if retry_s is None else f", trying again in {retry_s:.0f} s"
         return (Span("DISCONNECTED", BAD), Span(f" {address}: {heard}{trying}"))
-    state = _state(snapshot)
+    state = (Span("! LATE: no word from the broker", WARN),) if hearing.late else _state(snapshot)
     held_word = " HELD" if held else ""
     age = f" {age_s:.1f} s old{held_word} "
     return (Span(address), Span(age, WARN if held else ""), *state)
@@ -47,6 +48,6 @@ def _of_replay(snapshot: Snapshot | None, replay: ReplayFeed, *, lost: bool) -> 
     state = "END" if replay.at_end else f"x{replay.speed:g}" if replay.playing else "STOPPED"
     age_s = replay.age_s
     if lost:
-        known = "" if age_s is None else f": the last values are {duration(age_s)} old"
-        return (Span(f"REPLAY {now} {state} "), Span(f"GAP, nothing was recorded{known}", BAD))
+        known = "" if age_s is None else f", last {duration(age_s)} before"
+        return (Span(f"REPLAY {now} {state} "), Span(f"GAP: nothing recorded{known}", BAD))
     return (Span(f"REPLAY {now} {state} "), *_state(snapshot))

@@ -226,12 +226,20 @@ def is_over(job: dict[str, Any]) -> bool:
     return not job["live"] and ended >= job["accepted_items"] + job["refused_items"]
 
 
+def total_items(job: dict[str, Any]) -> int | None:
+    """All items of a job: as many as it said, or as it left here when it went away; else None."""
+    total: int | None = job["expected_items"]
+    if total is None and not job["live"]:
+        total = job["accepted_items"] + job["refused_items"]
+    return total
+
+
 def eta_s(job: dict[str, Any], items_per_s: float | None) -> float | None:
-    """Seconds until a job that said how much it will submit is done, at this rate."""
-    if not items_per_s or job["expected_items"] is None:
+    """Seconds until a job of which it is known how much it has is done, at this rate."""
+    total = total_items(job)
+    if not items_per_s or total is None:
         return None
-    left: int = job["expected_items"] - ended_items(job)
-    return max(0.0, left / items_per_s)
+    return max(0.0, (total - ended_items(job)) / items_per_s)
 
 
 # -- alarms ---------------------------------------------------------------------------------------

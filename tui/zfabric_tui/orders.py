@@ -76,15 +76,16 @@ def _of_model(row: dict[str, Any]) -> Order:
 
 def _drain(snapshot: dict[str, Any]) -> list[Order]:
     waiting = counted(snapshot["ready_items"], "item")
-    kept = (
-        "they are lost: this broker keeps everything in memory"
-        if snapshot["durability"] == "memory"
-        else "they are kept for the next start"
-    )
+    if not snapshot["ready_items"]:
+        left = "Nothing else waits."
+    elif snapshot["durability"] == "memory":
+        left = f"{waiting} would be left and lost: this broker keeps everything in memory."
+    else:
+        left = f"{waiting} would be left, kept for the next start."
     return [
         Order(
             "drain the broker",
-            f"End the broker? It finishes what workers hold. {waiting} would be left; {kept}.",
+            f"End the broker? It finishes what workers hold. {left}",
             "the broker drains",
             "drain",
         )

@@ -77,6 +77,11 @@ def plain(text: str, width: int) -> str:
     return set_cell_size(safe, left) + "…" + tail
 
 
+def start(text: str, width: int) -> str:
+    """`text` in `width` cells; what is left out at its end is marked."""
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…"
+
+
 def cut(spans: Line, width: int) -> Line:
     """A line in exactly `width` cells or fewer."""
     room, kept = width, []

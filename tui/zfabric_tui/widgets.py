@@ -20,8 +20,8 @@ from zfabric_tui.text import DIM, HEAD, Line, Span, amount, duration, line, perc
 
 # Rows that a foot leaves for what it is about.
 ROWS_MIN = 3
-# Lines of the lanes' page besides the map: two of title, the legend, three of detail.
-AROUND_MAP = 6
+# Lines of the lanes' page besides the map: three of title, the legend, three of detail.
+AROUND_MAP = 7
 
 
 class PageView(Widget):
@@ -41,8 +41,11 @@ class PageView(Widget):
         self.faint = False
 
     def show(self, page: Page, *, faint: bool) -> None:
-        """Draw this from now on; the chosen row stays the one that it was."""
-        chosen = self.chosen
+        """Draw this from now on; a row that was chosen stays so, wherever it is now.
+
+        Who has chosen none stays at the top: the first of a list may be its last in a moment.
+        """
+        chosen = self.chosen if self._at else None
         if page == self._page and faint == self.faint:
             return
         self._page, self.faint = page, faint
@@ -180,8 +183,8 @@ class LanesView(Widget):
         self.faint = faint
         self._map()
 
-    def turn(self, what: str) -> None:
-        """The next metric or order."""
+    def turn(self, what: str) -> bool:
+        """The next metric or order; False where there is nothing to see of it."""
         if what == "metric":
             at = heat.METRICS.index(self.metric) + 1
             self.metric = heat.METRICS[at % len(heat.METRICS)]
@@ -189,6 +192,7 @@ class LanesView(Widget):
             self.order = heat.BY_TARGET if self.order == heat.BY_ID else heat.BY_ID
             self._cursor = 0
         self._map()
+        return self._heat is not None
 
     def move(self, key: str) -> None:
         """Move the cursor, see `heat.moved`."""
@@ -248,17 +252,34 @@ class LanesView(Widget):
         lanes = self._lanes or {}
         used, limit = len(lanes["id"]), lanes["lanes_limit"]
         threshold = lanes["threshold_ratio"]
-        state = "current" if self._shape is not None and self._shape["current"] else "waiting"
         retiring = sum(lanes["quiescing"])
+        if threshold is None:
+            use = "no lanes: the policy of this broker does not sort by length"
+        elif not used:
+            use = f"no lane is in use; this shape may have {limit:,}"
+        else:
+            use = (
+                f"{used:,} of {limit:,} lanes in use, {retiring:,} of them retiring; another opens "
+                f"over {percent(threshold)} waste"
+            )
         two = "" if self._palette.color and not self._palette.ascii_only else ", hotter of two"
         return [
             (
                 Span(lanes["signature"], HEAD),
-                Span(f" {plain(lanes['model'], 12)} ({state}): {used:,} of {limit:,}, "),
-                Span(f"{retiring:,} retiring; opens at {percent(threshold)}"),
+                Span(f"  {plain(lanes['model'], 30)}, {self._state()}"),
             ),
+            line(use),
             line(f"{self.metric}: {heat.MEANINGS[self.metric]}; by {self.order}{two}", DIM),
         ]
+
+    def _state(self) -> str:
+        """What is being done with the shape."""
+        shape = self._shape
+        if shape is None:
+            return "not among those that are listed"
+        if shape["current"]:
+            return "being drained"
+        return "waits for its turn" if shape["ready_items"] else "nothing waits"
 
     def _detail(self) -> list[Line]:
         place, lanes = self._place(), self._lanes

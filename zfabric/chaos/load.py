@@ -29,11 +29,12 @@ class Load:
         self._chance = chance
         self._changed = threading.Condition()
         self._shapes = [Shape.of(model, f"prefix {k}") for k in range(SHAPES)]
-        # While it is not reading, results pile up unacknowledged.
-        self.reading = True
+        # While it is not reading, results pile up unacknowledged; they may come before `client` is.
+        self.reading = False
         self._unread = 0
         self.client = Client(address, name=name, timeout_s=30.0, on_results=self._on_results)
         self._next = self.client.accepted_upto + 1
+        self.read_on()
 
     def close(self) -> None:
         """Leave."""
@@ -53,7 +54,8 @@ class Load:
     def read_on(self) -> None:
         """Read again; what has piled up is acknowledged."""
         self.reading = True
-        self.client.acknowledge(self._unread)
+        if self._unread:
+            self.client.acknowledge(self._unread)
 
     def submit(
         self,

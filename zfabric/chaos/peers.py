@@ -42,7 +42,7 @@ class Crowd:
         for k in range(count):
             socket = connect_dealer(self._context, address, linger_ms=0)
             session = WorkerSession(
-                f"crowd-{k}", secrets.randbits(63), model=model, contract=CONTRACT, window=window,
+                f"{model}-{k}", secrets.randbits(63), model=model, contract=CONTRACT, window=window,
                 engine="touch", simulated=True,
             )  # fmt: skip
             session.open(time.monotonic())
@@ -134,7 +134,7 @@ class Rogue:
         """Send a message of the protocol."""
         self.say(encode(kind, fields, *rest))
 
-    def hello(self, name: str, model: str, **changed: Any) -> None:
+    def hello(self, name: str, model: str, /, **changed: Any) -> None:
         """Register as a worker, or with `changed` as something like one."""
         who = {"role": "worker", "name": name, "instance": secrets.randbits(63), "model": model}
         self.tell(Type.HELLO, {**who, **CONTRACT_FIELDS, **changed})

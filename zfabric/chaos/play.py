@@ -179,7 +179,7 @@ def play(
         try:
             run = _set(stack, scenario, processes, directory, chance, cycles, against)
             _rounds(run, scenario, report, began + seconds)
-        except (FabricError, TimeoutError, OSError) as error:
+        except (FabricError, TimeoutError, OSError, LookupError) as error:
             report.broken.append(f"{type(error).__name__}: {error}")
     report.seconds = time.monotonic() - began
     return report

@@ -100,9 +100,12 @@ class Proxy:
             pair = (writer, up_writer)
             self._links.add(pair)
             try:
-                await asyncio.gather(
-                    self._pump(reader, up_writer, up=True), self._pump(up_reader, writer, up=False)
-                )
+                # Streams complain of a handler that was cancelled, as this one is at the end.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.gather(
+                        self._pump(reader, up_writer, up=True),
+                        self._pump(up_reader, writer, up=False),
+                    )
             finally:
                 self._links.discard(pair)
                 for each in pair:

@@ -31,7 +31,7 @@ def add(commands: common.Commands) -> None:
         TEXT,
         "zfabric bench recovery --items 1000000",
     )
-    within = group.add_subparsers(metavar="BENCHMARK")
+    within = group.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     bench_top.add(within)
     for name, run, summary in (
         ("recovery", _recovery, "start on a directory of queued items"),

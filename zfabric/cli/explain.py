@@ -44,7 +44,8 @@ def add(commands: common.Commands) -> None:
         "Split the padding by cause (the parts add up), name the verdict with its rule, since\n"
         "when it holds and the command to run; fill and cost stand beside, since waste alone can\n"
         "be gamed. With --what-if lanes=N, run the lengths of the last items through a fabric\n"
-        "with N lanes and through one with the lanes that there are, in memory, and compare.",
+        "with N lanes and through one with the lanes that there are, in memory, and compare;\n"
+        "what was measured stands beside, to tell how good the simulation is.",
         "zfabric explain waste --what-if lanes=2048",
     )
     parser.add_argument(
@@ -81,7 +82,7 @@ def run_waste(args: argparse.Namespace) -> int:
         return 0
     common.show(text(said, status["time"]))
     if outcomes:
-        common.show("\n" + what_if_text(outcomes, runs, backlog))
+        common.show("\n" + what_if_text(status, outcomes, runs, backlog))
     return 0
 
 
@@ -140,7 +141,14 @@ def _what_if(status: Mapping[str, Any], runs: list[Run], lanes: int, backlog: in
     packing = status["config"]["packing"]
     wanted = dict.fromkeys((status["lanes_limit"], lanes))
     return [
-        whatif.simulate(runs, lanes=each, packing=packing, contract=contract, backlog_items=backlog)
+        whatif.simulate(
+            runs,
+            lanes=each,
+            packing=packing,
+            contract=contract,
+            backlog_items=backlog,
+            accepted_items=status["accepted_items"],
+        )
         for each in wanted
     ]
 
@@ -183,23 +191,38 @@ def _factor(ratio: float | None) -> str:
     return "n/a" if ratio is None else f"{ratio:.3f}"
 
 
-def what_if_text(outcomes: list[Outcome], runs: list[Run], backlog: int) -> str:
+def what_if_text(
+    status: Mapping[str, Any], outcomes: list[Outcome], runs: list[Run], backlog: int
+) -> str:
     """The comparison for people."""
     items = sum(len(run.lengths) for run in runs)
-    rows = [
+    measured = [
+        "measured",
+        status["lanes_limit"],
+        status["waste_verdict"],
+        percent(status["waste_ratio"]),
+        percent(status["batch_fill_ratio"]),
+        _factor(status["cost_ratio"]),
+        percent(status["lane_pressure_ratio_run"]),
+    ]
+    rows = [measured] + [
         [
+            "simulated",
             outcome.lanes,
             outcome.verdict,
             percent(outcome.waste_ratio),
             percent(outcome.batch_fill_ratio),
             _factor(outcome.cost_ratio),
-            percent(outcome.lane_pressure_ratio),
+            percent(outcome.lane_pressure_ratio_run),
         ]
         for outcome in outcomes
     ]
-    head = ("lanes", "verdict", "waste", "fill", "cost", "pressure")
+    head = ("by", "lanes", "verdict", "waste", "fill", "cost", "pressure")
     note = (
-        f"simulated on the lengths of the last {items:,} items, sent round until the lanes have "
-        f"settled, with {backlog:,} waiting; the first row is what there is"
+        f"measured: all that was handed out since the start. Simulated: the lengths of the last "
+        f"{items:,} items, sent round until as many came as were accepted (or the lanes have "
+        f"settled), one card always ready, {backlog:,} waiting. Compare simulated rows with each "
+        "other; how far the first is from what was measured tells how well it fits"
     )
-    return f"{common.table(head, rows)}\n{note}"
+    width = min(common.columns() or WIDTH_MAX, WIDTH_MAX)
+    return f"{common.table(head, rows)}\n\n{textwrap.fill(note, width)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ EXIT_S = 2.0
 POLL_S = 0.05
 # What a worker's log says when the server of its engine was not there, or wanted nothing of it.
 UNREACHABLE = "a batch failed: unreachable: "
+# What follows it: where it was raised.
+PLACE = r"\s+at \S+:\d+ in \S+\s*$"
 # The end of a log in which that is looked for; an entry is 2 KiB at most, with a place after it.
 LOG_BYTES = 16 * 1024
 # A contract where the user gives none: batches of 32, and room for long few-shot prompts.
@@ -152,7 +155,8 @@ class Watching:
                 _, found, said = log.read().decode("utf-8", "replace").rpartition(UNREACHABLE)
                 if found:
                     # The exception, without its class and the place where it was raised.
-                    return f"{name}: {said.splitlines()[0].partition('EngineUnreachable: ')[2]}"
+                    said = said.splitlines()[0].partition("EngineUnreachable: ")[2]
+                    return f"{name}: {re.sub(PLACE, '', said)}"
         return None
 
     def explain(self) -> None:

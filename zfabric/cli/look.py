@@ -175,7 +175,9 @@ def _storage(status: Map) -> Iterable[tuple[str, str]]:
         limit = storage["disk_bytes_limit"]
         room = f" of {size(limit)}" if limit is not None else ""
         files = counted(storage["segment_files"], "segment file")
-        yield "disk", f"{size(storage['disk_bytes'])}{room}, {files}"
+        reserve = storage["disk_reserve_bytes"]
+        kept = f", and a reserve of {size(reserve)}" if reserve else ""
+        yield "disk", f"{size(storage['disk_bytes'])}{room}, {files}{kept}"
     if storage["full"] is not None:
         yield "FULL", f"nothing is taken: {common.clean(storage['full'])}"
     if found is not None:

@@ -39,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", Layout)
         options.setdefault("allow_abbrev", False)
         super().__init__(**options)
+        self._positionals.title = "arguments"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Leaves nothing for another parser: what this one does not know is an error of its own."""

@@ -38,7 +38,7 @@ def add(commands: common.Commands) -> None:
         "Look into a data directory without touching it.",
         "zfabric segments verify ./fabric",
     )
-    subcommands = group.add_subparsers(metavar="COMMAND")
+    subcommands = group.add_subparsers(title="commands", metavar="COMMAND")
     for name, run, summary, text in (
         ("ls", run_ls, "list segment files", LS_TEXT),
         ("verify", run_verify, "check every record", VERIFY_TEXT),

@@ -99,7 +99,9 @@ def watch(
     record_mib: int = RECORD_MIB,
     ends: Callable[[], bool] | None = None,
 ) -> int:
-    """Draw the fabric behind a broker until the user leaves or `ends()`; 0, or 1 if that failed.
+    """Draw the fabric behind a broker until the user leaves; 0, or 1 if that failed.
+
+    Once `ends()` it says so, and leaves by itself after a while in which no key was pressed.
 
     Raises ConnectError.
     """

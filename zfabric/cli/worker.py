@@ -64,8 +64,11 @@ def run(args: argparse.Namespace) -> int:
     if settings.worker.model is None:
         raise ConfigError("say which model this worker serves: --model NAME")
     factory = engine_factory(engine, fabric.engine_options(args, engine, 1))
+    from zfabric.cli.worklog import to_standard_error
     from zfabric.worker import Worker
+    from zfabric.worklog import say
 
+    logger = logging.getLogger("zfabric.worker")
     worker = Worker(
         factory,
         broker=settings.client.broker,
@@ -79,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         key=common.key_of(settings.client),
         broker_port=settings.worker.broker_port,
     )
-    _log_to_terminal()
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -88,30 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    common.say(
-        f"zfabric: worker for {common.clean(settings.worker.model)} with engine {engine}, "
-        f"broker {settings.client.broker}"
-    )
-    worker.run()
+    text = f"serves {settings.worker.model} with engine {engine}, broker {settings.client.broker}"
+    with to_standard_error(settings.worker.log):
+        say(logger, "worker_started", text, worker=worker.name, engine=engine)
+        worker.run()
+        say(logger, "worker_ended", "has ended", worker=worker.name)
     if signal.SIGINT in signals:
         return 130
     return 143 if len(signals) > 1 else 0
-
-
-class _Inert(logging.Formatter):
-    """One line without control characters: an engine or a broker may have put some in."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The message alone, as it was before, and nothing that a terminal would obey."""
-        return common.clean(super().format(record))
-
-
-def _log_to_terminal() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Inert())
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(logging.WARNING)
 
 
 def _engine_name(settings: WorkerConfig) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 from zfabric.eventnames import EVENTS, WARNING, level_of
 from zfabric_tui.pages.page import Page, Row, View
-from zfabric_tui.text import DIM, HEAD, WARN, Line, clean, counted, line
+from zfabric_tui.text import DIM, HEAD, WARN, Line, clean, counted, line, start
 
 NAME_CHARS = 18
+# Lines for the whole text of the chosen event; the texts of engines may be long.
+DETAIL_LINES = 6
 
 
 def clock(time_s: float) -> str:
@@ -24,25 +26,29 @@ def page(view: View) -> Page:
     if not events:
         return Page([line("no events yet", DIM)])
     warnings = sum(1 for event in events if level_of(event["event"]) == WARNING)
-    title = f"{counted(len(events), 'event')}, {counted(warnings, 'warning')} (!), newest first"
+    marked = f"{counted(warnings, 'warning')} (marked !)" if warnings else "no warnings"
+    title = f"{counted(len(events), 'event')}, newest first; {marked}"
     keys = [f"{event['time']} {event['seq']}" for event in events]
     at = keys.index(view.chosen) if view.chosen in keys else 0
     return Page(
         [line(title, DIM), line(f"  {'time':<10}{'event':<{NAME_CHARS + 3}}what", HEAD)],
-        [Row(key, _row(event)) for key, event in zip(keys, events, strict=True)],
+        [Row(key, _row(event, view.width - 2)) for key, event in zip(keys, events, strict=True)],
         _detail(events[at], view.width),
     )
 
 
-def _row(event: dict[str, Any]) -> Line:
+def _row(event: dict[str, Any], width: int) -> Line:
     warns = level_of(event["event"]) == WARNING
     sign = "!" if warns else " "
     text = f"{clock(event['time']):<9}{sign}{clean(event['event']):<{NAME_CHARS + 3}}"
-    return line(f"{text}{clean(event['text'])}", WARN if warns else "")
+    what = start(clean(event["text"]), width - len(text))
+    return line(f"{text}{what}", WARN if warns else "")
 
 
 def _detail(event: dict[str, Any], width: int) -> list[Line]:
     known = EVENTS.get(event["event"])
     text = f"{event['event']}: {clean(event['text'])}"
-    lines = textwrap.wrap(text, max(20, width - 2))[:3]
+    lines = textwrap.wrap(
+        text, max(20, width - 2), max_lines=DETAIL_LINES, placeholder=" … (zfabric events --json)"
+    )
     return [*map(line, lines), line(known.meaning if known is not None else "", DIM)]

@@ -99,6 +99,9 @@ def _limits(view: View) -> list[Line]:
         _use("memory", s["held_bytes"], s["held_bytes_limit"]),
         _use("disk", storage["disk_bytes"], storage["disk_bytes_limit"]),
     ]
+    reserve = storage["disk_reserve_bytes"]
+    if reserve:
+        lines.append(line(f"        and a reserve of {amount(reserve, 'B')} for results", DIM))
     if storage["full"] is not None:
         for_s = duration(storage["full_for_s"])
         full = f"! NOTHING IS TAKEN for {for_s}: {plain(storage['full'], view.width - 30)}"

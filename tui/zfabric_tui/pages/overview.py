@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from zfabric_tui.model import alarms, ended_items, eta_s, is_over, not_done
+from zfabric_tui.model import Alarm, alarms, ended_items, eta_s, is_over, not_done, total_items
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.text import (
+    BAD,
     BLANK,
     DIM,
     GOOD,
@@ -44,8 +46,12 @@ def page(view: View) -> Page:
 
 def _state(view: View) -> list[Line]:
     found = alarms(view.snapshot)
-    if not found:
-        return [line("HEALTHY  nothing asks for you", GOOD)]
+    if view.old is not None:
+        return [line(f"! {view.old}", BAD), *_listed(found)]
+    return _listed(found) or [line("HEALTHY  nothing asks for you", GOOD)]
+
+
+def _listed(found: Sequence[Alarm]) -> list[Line]:
     return [
         (Span(f"! {alarm.text}", alarm.level), Span(f"   {alarm.hint}", DIM)) for alarm in found[:5]
     ] + ([line(f"  and {len(found) - 5} more", DIM)] if len(found) > 5 else [])
@@ -173,7 +179,7 @@ def _jobs(view: View) -> list[Line]:
 
 
 def _job(view: View, job: dict[str, Any]) -> tuple[str, ...]:
-    ended, expected, over = ended_items(job), job["expected_items"], is_over(job)
+    ended, expected, over = ended_items(job), total_items(job), is_over(job)
     # A job that ended early, or was one part of several, is no longer on its way to that number.
     known = expected is not None and not (over and ended < expected)
     rate = None if over else view.rates.jobs.get(job["name"])

@@ -24,6 +24,8 @@ class View:
     height: int
     # the key of the chosen row of this page
     chosen: str | None = None
+    # why these are not the values of now; None where they are
+    old: str | None = None
 
     @property
     def rates(self) -> Rates:

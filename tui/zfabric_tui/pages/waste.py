@@ -51,9 +51,11 @@ def _verdict(said: Explanation, view: View) -> list[Line]:
     figures = (
         f"waste {percent(said.waste_ratio)} (healthy up to "
         f"{percent(_number(numbers['healthy_waste_max']))}); largest cause "
-        f"{lead or 'none'}, {percent(_number(numbers['largest_part_share']))} of the padding; lane "
-        f"pressure {percent(_number(numbers['lane_pressure_ratio']))} of {numbers['lanes_limit']:,}"
-        f" lanes, threshold {percent(_number(numbers['waste_threshold_ratio']))}"
+        f"{lead or 'none'}, {percent(_number(numbers['largest_part_share']))} of the padding; as "
+        f"items came, {percent(_number(numbers['lane_pressure_ratio_run']))} of "
+        f"{numbers['lanes_limit']:,} lanes were in use (now "
+        f"{percent(_number(numbers['lane_pressure_ratio']))}) and the threshold was "
+        f"{percent(_number(numbers['waste_threshold_ratio_run']))}"
     )
     lines = [
         (Span("verdict".ljust(LABEL), DIM), Span(said.verdict, style), Span(f"  {ago}", DIM)),
