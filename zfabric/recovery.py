@@ -215,7 +215,7 @@ class _Recovery:
 
     def _plan(self, file: Scanned, entries: SegmentFile) -> None:
         """What is to be done to one file."""
-        if file.set_aside and not file.places and file.size <= HEADER_BYTES:
+        if file.set_aside and not file.places and file.size == HEADER_BYTES:
             file.set_aside, file.remove = False, True
         if file.set_aside:
             if not file.places and file.size <= file.header.data_offset:
