@@ -403,7 +403,7 @@ class World:
     def start_broker(self) -> None:
         self._boot += 1
         self.backing, found = open_backing(ROOT, self.plan.durability, self.files)
-        # A file that was made and got no header, or half of one, is set aside: it may have been cut,
+        # A file that was made and got no header, or half of one, is set aside: it may be cut,
         # and nobody could tell. That nothing is lost by it the promises say.
         new = (": empty", ": no entries")
         strange = [file for file in found.quarantined_files if not file.endswith(new)]
