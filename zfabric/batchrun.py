@@ -67,10 +67,10 @@ def run_batch(
     """Run the requests of `source` and append a row for each to `output`; returns what was done.
 
     The file options are those of `BatchOutput.open`. The others (`Options`): `broker` address,
-    `model` that replaces every request's, `count` of a text's tokens (None: they are estimated, and
-    corrected by the usage in results), `progress` and `notice` callbacks, `timeout_s` to reach
-    the broker, `stall_timeout_s` after which a run without any result ends (None: never),
-    `wait_for_workers` (False: end when nothing but models without a worker is left),
+    `key`, `model` that replaces every request's, `count` of a text's tokens (None: they are
+    estimated, and corrected by the usage in results), `progress` and `notice` callbacks,
+    `timeout_s` to reach the broker, `stall_timeout_s` after which a run without any result ends
+    (None: never), `wait_for_workers` (False: end when nothing but models without a worker is left),
     `open_items_max`, and an Event `stop` that ends the run early and leaves it to be resumed.
 
     Raises ConfigError, ConnectError, StorageError (the output cannot be written), TimeoutExpired
@@ -84,7 +84,7 @@ def run_batch(
     if chosen.model is not None:
         check_name(chosen.model, "model name")
     # Before anything is overwritten: is there a broker at all?
-    with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s):
+    with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s, key=chosen.key):
         pass
     with BatchOutput.open(
         output_path,
@@ -212,6 +212,7 @@ class _Run:
                     self._options.broker,
                     name=self._output.job.name,
                     timeout_s=self._options.timeout_s,
+                    key=self._options.key,
                     on_results=self._receive,
                 )
             except ConnectError as error:

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from zfabric.claims import Claims
 from zfabric.config import BrokerConfig
 from zfabric.deadletters import DeadLetters, DeadRecord
 from zfabric.diagnosis import Diagnosis
@@ -58,6 +59,7 @@ class Fabric:
         self.producers: list[Producer | None] = []
         self.producer_index: dict[str, int] = {}
         self.workers: dict[str, Worker] = {}
+        self.claims = Claims(store.backing.record)
         self.flow = Flow()
         self.waste = Waste()
         self.dead = DeadLetters(store.backing)
@@ -182,6 +184,7 @@ class Fabric:
         self.producers[producer.index] = None
         self.store.backing.record(t="forget", i=producer.index)
         self.producer_index.pop(producer.name, None)
+        self.claims.drop("producer", producer.name)
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:
@@ -193,10 +196,6 @@ class Fabric:
         limit = self.config.max_bytes
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
         return limit - unread - self.store.memory_bytes
-
-    def held_bytes(self) -> int:
-        """Payload bytes in memory: items of a memory store, results, dead records."""
-        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zfabric.access import PRODUCERS, WORKERS
 from zfabric.config import BrokerConfig
-from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
+from zfabric.dispatcher import Dispatcher
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import FROM_BROKER, Type, decode, encode, packed
 from zfabric.recovery import open_backing

@@ -129,9 +129,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_embedded(args: argparse.Namespace, config: Config, lines: Lines) -> int:
     """The file with a broker and workers that live as long as the run."""
     from zfabric.cli import embedded
+    from zfabric.config_keys import NO_KEY
 
     with embedded.running(args, config, lines.notice) as own:
-        client = dataclasses.replace(config.client, broker=own.address)
+        client = dataclasses.replace(config.client, broker=own.address, key=NO_KEY)
         try:
             code = _run(args, dataclasses.replace(config, client=client), lines, own.watching)
         except TimeoutExpired:
@@ -157,6 +158,7 @@ def _run(
     settings = config.client
     options: dict[str, Any] = {
         "broker": settings.broker,
+        "key": common.key_of(settings),
         "timeout_s": settings.timeout_s,
         "count": args.count,
         "errors": args.errors,
@@ -218,6 +220,8 @@ def resume_command(args: argparse.Namespace) -> str:
         ("--model", args.model),
         ("--tokenizer", args.tokenizer),
         ("--broker", args.client_broker),
+        ("--key", args.client_key),
+        ("--server-key", args.client_server_key),
     ):
         if value is not None:
             words += [flag, value]

@@ -70,6 +70,7 @@ def _runner(
     name: str, run: Callable[[argparse.Namespace, Path], dict[str, Any]]
 ) -> Callable[[argparse.Namespace], int]:
     def measure(args: argparse.Namespace) -> int:
+        common.without_keys()
         from zfabric.bench import machine
 
         directory = Path(tempfile.mkdtemp(prefix="zfabric-bench-", dir=args.dir))

@@ -81,7 +81,8 @@ def engine_options(args: argparse.Namespace, engine: str, workers: int) -> dict[
 
 def start_broker(children: Children, storage: Sequence[str], flags: Sequence[str]) -> str:
     """Start a broker on loopback, on free ports; its address once it is ready."""
-    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", *storage, *flags]
+    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", "--keys", "none"]
+    words += [*storage, *flags]
     broker = children.start("broker", words)
     address: str = children.ready_line("broker", broker, START_S)["producers"]
     return address
@@ -100,7 +101,7 @@ def start_workers(
     names = [f"{engine}-{k}" for k in range(workers)]
     for name in names:
         words = ["worker", "--engine", engine, "--model", model, "--name", name]
-        words += ["--broker", address, *contract]
+        words += ["--broker", address, "--key", "none", *contract]
         for option, value in options.items():
             words += ["--opt", f"{option}={value}"]
         children.start(name, words)
@@ -114,7 +115,7 @@ def await_workers(
     from zfabric.client import Client
 
     until = time.monotonic() + START_S
-    client = Client(address, role="operator", timeout_s=START_S)
+    client = Client(address, role="operator", timeout_s=START_S, key="none")
     try:
         while True:
             rows = client.request("workers", START_S)
