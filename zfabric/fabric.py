@@ -41,8 +41,7 @@ IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
 # Items of a lane in a message from which columns of them cost less than one by one.
 RUN_PAYS_ITEMS = 3
-PRODUCERS_MAX = 100_000
-MODELS_MAX = 4_096
+PRODUCERS_MAX, MODELS_MAX = 100_000, 4_096
 
 
 class Fabric:
@@ -282,8 +281,11 @@ class Fabric:
             rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
         for number, lanes in rows.items():
             group = self.groups[number]
-            # An arrival never finds its lane quiescing: such a lane takes no new items.
             group.order.added_rows(lanes, now)
+            if group.lanes is not None and group.lanes.any_quiescing:
+                # They take no new items, but a full disk may have held up what they took before.
+                for lane in filter(group.lanes.is_quiescing, [row[0] for row in lanes]):
+                    group.order.quiesce(lane)
             _, items_of, tokens_of = zip(*lanes, strict=True)
             self.flow.accept(sum(items_of), sum(tokens_of))
             self._readied(group, sum(items_of), sum(tokens_of), now)

@@ -250,7 +250,9 @@ class Producer(Client):
         if status == Status.OK:
             wrong = payload != b"done " + sent
         elif status == Status.DEAD:
-            wrong = not sent.startswith(POISON) and self.world.blows < ATTEMPTS_MAX
+            # A poison item may charge its neighbours once; from then on it goes alone.
+            charges = self.world.blows + self.world.is_poisoned
+            wrong = not sent.startswith(POISON) and charges < ATTEMPTS_MAX
         else:
             wrong = status != Status.CANCELLED or not self.cancelled
         if wrong:
@@ -384,6 +386,12 @@ class World:
         self.start_broker()
         self.producers = [Producer(self, f"p{k}", plan.items) for k in range(plan.producers)]
         self.workers = [Worker(self, f"w{k}") for k in range(plan.workers)]
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether anybody submits an item that takes the engine with it."""
+        sent = (payload for producer in self.producers for payload in producer.payloads.values())
+        return any(payload.startswith(POISON) for payload in sent)
 
     def next_id(self) -> int:
         """A number that was not given before."""
