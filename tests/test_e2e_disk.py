@@ -52,6 +52,11 @@ def refused(directory: Path) -> str:
     return done.stderr
 
 
+def segment_files(directory: Path) -> list[str]:
+    """As rglob finds them, which fails where the broker removes a directory meanwhile."""
+    return [name for _, _, names in os.walk(directory) for name in names if name.endswith(".seg")]
+
+
 def test_real_prompts_leave_no_segment_and_no_bytes(fabric: Fabric, prompts: Path) -> None:
     data = fabric.directory / "data"
     fabric.broker("--data", str(data))
@@ -62,13 +67,13 @@ def test_real_prompts_leave_no_segment_and_no_bytes(fabric: Fabric, prompts: Pat
     first.write_text("".join(prompts.read_text().splitlines(keepends=True)[:40]))
     job = fabric.run_batch(first, "--overwrite")
     assert job.wait(120) == 0
-    until(lambda: not list(data.rglob("*.seg")))
+    until(lambda: not segment_files(data))
     baseline = disk_bytes(data)
     job = fabric.run_batch(prompts, "--overwrite")
-    until(lambda: list((data / "segments").rglob("*.seg")))
+    until(lambda: segment_files(data / "segments"))
     assert job.wait(240) == 0
     check_output(fabric, prompts)
-    until(lambda: not list(data.rglob("*.seg")))
+    until(lambda: not segment_files(data))
     status = fabric.status()
     assert (status["residual_items"], status["storage"]["segment_files"]) == (0, 0)
     assert status["storage"]["disk_bytes"] == 0
@@ -92,7 +97,7 @@ def test_newer_format_is_refused_untouched_with_both_versions(
     data = fabric.directory / "data"
     fabric.broker("--data", str(data))
     job = fabric.run_batch(prompts)
-    until(lambda: list((data / "segments").rglob("*.seg")))
+    until(lambda: segment_files(data / "segments"))
     job.kill()
     (broker, *_) = fabric.processes
     broker.kill()
