@@ -270,6 +270,8 @@ class Bench:
     def settle(self) -> None:
         """Deliver what the dispatcher wants sent, as the broker's turn does. No offers."""
         self.dispatcher.flush(self.now)
+        while self.dispatcher.writing:
+            self.dispatcher.flush(self.now)
         while self.dispatcher.outgoing:
             endpoint, routing_id, frames = self.dispatcher.outgoing.popleft()
             end = self.ends.get((endpoint, routing_id))

@@ -32,6 +32,7 @@ from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
     HEADER_BYTES,
     ITEMS,
+    RESULTS,
     TOMBSTONE_WORD,
     Header,
     pack_header,
@@ -167,7 +168,9 @@ class SegmentFile:
             self._pieces += pieces
         base = self.header.data_offset
         self.offsets.extend([(offset - base) // ALIGN for offset in offsets])
-        self._backing.unwritten[self.header.nonce] = self
+        backing = self._backing
+        results = self.header.kind == RESULTS
+        (backing.unwritten_results if results else backing.unwritten)[self.header.nonce] = self
         return self.tail - before - count * ENTRY_HEADER_BYTES
 
     def append_one(self, owner: int, when_us: int, row: ItemRow) -> int:
@@ -226,6 +229,7 @@ class SegmentFile:
         self.flushed = backing.files.write(path, descriptor, self._pieces, self.flushed)
         self._pieces = None
         backing.unwritten.pop(self.header.nonce, None)
+        backing.unwritten_results.pop(self.header.nonce, None)
         if self.header.kind == ITEMS:
             backing.segment_files += not before
             backing.segment_bytes += self.flushed - before

@@ -113,6 +113,8 @@ class FileBacking:
         self.results: dict[int, deque[ResultFile]] = {}
         # files that hold entries which are not written yet, by nonce
         self.unwritten: dict[int, SegmentFile] = {}
+        # the same of results, apart: they are looked for each turn, among a thousand files of items
+        self.unwritten_results: dict[int, SegmentFile] = {}
         # the number of the open window
         self.window = catalog.window
         # floors that are durable and not in the catalog yet; those that wait for their window
@@ -289,7 +291,7 @@ class FileBacking:
 
     def write(self) -> None:
         """Write everything of this window that is not written yet: results, then records."""
-        for file in self._results_to_write():
+        for file in list(self.unwritten_results.values()):
             file.flush()
         if self._log:
             mark = [catalogs.pack_window(self.window)] if self.durability == "fsync" else []
@@ -304,10 +306,7 @@ class FileBacking:
     @property
     def has_work(self) -> bool:
         """Whether a window would do anything."""
-        return bool(self.dirty or self._log or self._open_window.owes or self._results_to_write())
-
-    def _results_to_write(self) -> list[SegmentFile]:
-        return [file for file in self.unwritten.values() if file.header.kind == RESULTS]
+        return bool(self.dirty or self._log or self._open_window.owes or self.unwritten_results)
 
     def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
         """Close the window: it is written, and what it owes is due when its sync is over.

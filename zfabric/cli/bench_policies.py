@@ -327,6 +327,13 @@ def _check_counts(args: argparse.Namespace) -> int:
     return 1 if any((row["growth"] or 0) > policies.GROWTH_MAX - 1 for row in rows) else 0
 
 
+def _about(value: object) -> str:
+    """What a report says of its load."""
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "-"
+    return _plain(value) if isinstance(value, int | float) else str(value)
+
+
 def print_rows(
     args: argparse.Namespace,
     about: Mapping[str, Any],
@@ -340,7 +347,7 @@ def print_rows(
         return
     show_head(top)
     if about:
-        common.show(common.pairs([(k, _plain(v)) for k, v in about.items()]) + "\n")
+        common.show(common.pairs([(k, _about(v)) for k, v in about.items()]) + "\n")
     headers = [name.removesuffix("_ratio") for name in shown]
     common.show(
         common.table(headers, [[f(row[name]) for name, f in shown.items()] for row in rows])
