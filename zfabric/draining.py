@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, KeysView, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from operator import itemgetter
+from operator import itemgetter, neg
 from typing import Generic, NamedTuple, TypeVar
 
 from zfabric.affinity import Affinity
@@ -33,6 +33,8 @@ K = TypeVar("K", bound=Hashable)
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
+# A change of one key in so many rebuilds the heap: that makes all entries in one go, and none stale.
+REBUILD_PAYS = 4
 # Items served on one visit from which a switch has paid for itself: a miss for each card is a share
 # of a few thousandths then, and waiting would leave all cards idle for it.
 VISIT_PAYS_ITEMS = 1_000
@@ -120,13 +122,16 @@ class Fullest(Generic[K]):
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
-        heap, live, order = self._heap, self.live, self._order
-        if self.changed:
-            for key in self.changed:
-                heappush(heap, (-live[key], order[key], key))
-            self.changed.clear()
-            self._bound()
-            heap = self._heap
+        changed, live, order = self.changed, self.live, self._order
+        if changed:
+            if len(changed) * REBUILD_PAYS < len(live):
+                for key in changed:
+                    heappush(self._heap, (-live[key], order[key], key))
+                self._bound()
+            else:
+                self._rebuild()
+            changed.clear()
+        heap = self._heap
         while heap:
             tokens, added, key = heap[0]
             if live.get(key) == -tokens and order[key] == added:
@@ -136,9 +141,13 @@ class Fullest(Generic[K]):
 
     def _bound(self) -> None:
         if len(self._heap) > 2 * len(self.live) + HEAP_SLACK:
-            order = self._order
-            self._heap = [(-tokens, order[key], key) for key, tokens in self.live.items()]
-            heapify(self._heap)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        live, order = self.live, self._order
+        entries = zip(map(neg, live.values()), map(order.__getitem__, live), live, strict=True)
+        self._heap = list(entries)
+        heapify(self._heap)
 
 
 class _Ready(Generic[K]):
@@ -183,11 +192,11 @@ class _Ready(Generic[K]):
             return
         if min(map(_ITEMS, rows)) < 1 or min(map(_TOKENS, rows)) < 0:
             raise InvariantError("a key cannot become ready without an item")
-        counts, fullest = self.items, self.fullest
+        counts, fullest, live = self.items, self.fullest, self.fullest.live
         for key, items, tokens in rows:
             if key in counts:
                 counts[key] += items
-                fullest.live[key] += tokens
+                live[key] += tokens
             else:
                 counts[key] = items
                 self.since[key] = now
@@ -198,8 +207,9 @@ class _Ready(Generic[K]):
 
     def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
         """True if nothing of the key is left."""
+        fullest = self.fullest
         items_left = self.items.get(key, 0) - items
-        tokens_left = self.fullest.live.get(key, 0) - tokens
+        tokens_left = fullest.live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
         if not items_left and tokens_left:
@@ -208,11 +218,11 @@ class _Ready(Generic[K]):
         self.tokens_total -= tokens
         if not items_left:
             del self.items[key], self.since[key]
-            self.fullest.discard(key)
+            fullest.discard(key)
             return True
         self.items[key] = items_left
-        self.fullest.live[key] = tokens_left
-        self.fullest.changed.add(key)
+        fullest.live[key] = tokens_left
+        fullest.changed.add(key)
         if served:
             self.since[key] = now
             self.since.move_to_end(key)
@@ -456,12 +466,10 @@ class LaneDraining:
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        quiescing = self._quiescing
-        calm = now < self._calm_until
-        forced = not calm and served and lane not in quiescing
+        forced = served and now >= self._calm_until and lane not in self._quiescing
         forced = forced and self._ready.is_overdue(lane, now)
-        if self._ready.removed(lane, items, tokens, now, served) and quiescing:
-            quiescing.pop(lane, None)
+        if self._ready.removed(lane, items, tokens, now, served) and self._quiescing:
+            self._quiescing.pop(lane, None)
         if forced:
             self._ready.forced_at = now
             self.forced_total += 1
@@ -479,8 +487,11 @@ class LaneDraining:
 
         Quiescing lanes come first, then one that is overdue, then the one with the most tokens.
         """
-        due = self.due(now)
-        return due if due is not None else self._ready.fullest.first()
+        if self._quiescing or now >= self._calm_until:
+            due = self.due(now)
+            if due is not None:
+                return due
+        return self._ready.fullest.first()
 
     def due(self, now: float) -> int | None:
         """The lane that goes before any order: the first to quiesce, or one that is overdue."""

@@ -41,7 +41,7 @@ def pad_to_tokens(longest: int) -> int:
 
     An engine has no tensor of width 0, so a batch of empty prompts still pays for one multiple.
     """
-    return max(PAD_MULTIPLE_TOKENS, round_up_tokens(longest))
+    return -(-longest // PAD_MULTIPLE_TOKENS) * PAD_MULTIPLE_TOKENS or PAD_MULTIPLE_TOKENS
 
 
 def pack_strict(
@@ -107,19 +107,19 @@ def pack_group(
             taken.append((lane_id, count))
         else:
             chosen = lengths[: places - count]
-            top = max(chosen)
+            top, total = max(chosen), count + len(chosen)
             wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            room = budget // wider - count
-            if room < len(chosen):
-                chosen = chosen[: max(0, room)]
-                top = max(chosen, default=0)
+            if total * wider > budget:
+                chosen = chosen[: max(0, budget // wider - count)]
+                top, total = max(chosen, default=0), count + len(chosen)
                 wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            total, tokens = count + len(chosen), real + sum(chosen)
-            if not chosen or total * wider - tokens > GROUP_PADDING_MAX_TOKENS:
+            real += sum(chosen)
+            if not chosen or total * wider - real > GROUP_PADDING_MAX_TOKENS:
                 break
-            taken.append((lane_id, len(chosen)))
-            count, real, pad_to = total, tokens, wider
-            longest = longest if longest >= top else top
+            taken.append((lane_id, total - count))
+            count, pad_to = total, wider
+            if top > longest:
+                longest = top
         if count >= places or (count + 1) * pad_to > budget or taken[-1][1] < len(lengths):
             break
     if not taken:

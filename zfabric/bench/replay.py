@@ -6,12 +6,13 @@ times virtual seconds. A closed loop: whatever is over the backlog is packed at 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
-from zfabric.lanes import RUNS_PAY_ITEMS, Lanes
+from zfabric.lanes import Lanes
 from zfabric.packing import (
     BATCH_COST_TOKENS,
     Packed,
@@ -32,34 +33,54 @@ MAINTAIN_S = 0.1
 class Totals:
     """What batches have cost, all shapes and tenths added up as one likes."""
 
-    __slots__ = ("batches", "fill_sum", "items", "padded_tokens", "real_tokens")
+    __slots__ = ("_contract", "_sizes", "real_tokens")
 
-    def __init__(self) -> None:
-        self.items = self.batches = self.real_tokens = self.padded_tokens = 0
-        self.fill_sum = 0.0
+    def __init__(self, contract: Contract = CONTRACT) -> None:
+        self._contract = contract
+        self.real_tokens = 0
+        # Batches by (items, pad-to): all that is asked of them follows from that.
+        self._sizes: dict[tuple[int, int], int] = {}
 
-    def book(self, real_tokens: int, packed: Packed, contract: Contract) -> None:
+    @property
+    def batches(self) -> int:
+        """How many."""
+        return sum(self._sizes.values())
+
+    @property
+    def items(self) -> int:
+        """Items in them."""
+        return sum(n * count for (count, _), n in self._sizes.items())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Their tokens, padding included."""
+        return sum(n * count * pad_to for (count, pad_to), n in self._sizes.items())
+
+    def book(self, real_tokens: int, packed: Packed) -> None:
         """Count one batch."""
-        padded = packed.count * packed.pad_to
-        self.items += packed.count
-        self.batches += 1
         self.real_tokens += real_tokens
-        self.padded_tokens += padded
-        self.fill_sum += batch_fill(packed.count, padded, contract)
+        sizes, size = self._sizes, packed[:2]
+        sizes[size] = sizes.get(size, 0) + 1
 
     def add(self, other: Totals) -> None:
         """Count another's batches too."""
-        for field in self.__slots__:
-            setattr(self, field, getattr(self, field) + getattr(other, field))
+        self.real_tokens += other.real_tokens
+        for size, n in other._sizes.items():
+            self._sizes[size] = self._sizes.get(size, 0) + n
 
     def ratios(self) -> dict[str, float | None]:
         """Waste, mean fill and cost; None without batches."""
-        if not self.batches or not self.real_tokens:
+        batches, padded_tokens = self.batches, self.padded_tokens
+        if not batches or not self.real_tokens:
             return {"waste_ratio": None, "fill_ratio": None, "cost": None}
-        cost = self.padded_tokens + BATCH_COST_TOKENS * self.batches
+        cost = padded_tokens + BATCH_COST_TOKENS * batches
+        fills = (
+            n * batch_fill(count, count * pad_to, self._contract)
+            for (count, pad_to), n in self._sizes.items()
+        )
         return {
-            "waste_ratio": 1 - self.real_tokens / self.padded_tokens,
-            "fill_ratio": self.fill_sum / self.batches,
+            "waste_ratio": 1 - self.real_tokens / padded_tokens,
+            "fill_ratio": math.fsum(fills) / batches,
             "cost": cost / self.real_tokens,
         }
 
@@ -72,7 +93,7 @@ class Replay:
         self.order = LaneDraining(DrainLimits())
         self.contract = contract
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._pack = {"group": self._group, "tight": self._tight, "strict": self._strict}[packing]
         self._below: int | None = None
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
@@ -80,18 +101,18 @@ class Replay:
 
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
-        lane_ids = self.lanes.assign(lengths, now).lane_ids
-        queues, counts = self._lengths, Counter(lane_ids)
-        if len(counts) * RUNS_PAY_ITEMS > len(lengths):
+        lane_ids, runs, _, _ = self.lanes.assign_runs(lengths, now)
+        queues = self._lengths
+        if len(lane_ids) == len(lengths):
             for lane, length in zip(lane_ids, lengths, strict=True):
                 queues[lane].append(length)
+            rows = [(k, n, sum(queues[k][-n:])) for k, n in Counter(lane_ids).items()]
         else:
-            start = 0
-            for lane, run in groupby(lane_ids):
-                stop = start + len(list(run))
-                queues[lane] += lengths[start:stop]
-                start = stop
-        rows = [(k, n, sum(queues[k][-n:])) for k, n in counts.items()]
+            stops = list(accumulate(runs))
+            parts = list(map(lengths.__getitem__, map(slice, [0, *stops], stops)))
+            for lane, part in zip(lane_ids, parts, strict=True):
+                queues[lane] += part
+            rows = list(zip(lane_ids, runs, map(sum, parts), strict=True))
         self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
 
@@ -125,18 +146,18 @@ class Replay:
     def _group(self, now: float) -> None:
         queues, places = self._lengths, self.contract.batch_items_max
         rows, due = candidates(self.order, self.lanes, self._below, now)
-        targets: list[int] = []
+        seen: list[tuple[int, int]] = []
 
         def lengths() -> Iterable[tuple[int, list[int]]]:
-            for lane, target in rows:
-                targets.append(target)
-                yield lane, queues[lane][:places]
+            for row in rows:
+                seen.append(row)
+                yield row[0], queues[row[0]][:places]
 
         taken, packed = pack_group(lengths(), self.contract)
         self._take(taken, packed, now)
         if not due:
-            left = self.order.ready(taken[-1][0])
-            target = targets[len(taken) - 1]
+            lane, target = seen[len(taken) - 1]
+            left = self.order.ready(lane)
             self._below = goes_on_below(len(taken), target, left, self.contract)
 
     def _take(self, taken: Sequence[tuple[int, int]], packed: Packed, now: float) -> None:
@@ -146,11 +167,11 @@ class Replay:
             queue = self._lengths[lane]
             tokens = sum(queue[:count])
             del queue[:count]
-            self.order.removed(lane, count, tokens, now, served=True)
+            self.order.removed(lane, count, tokens, now, True)
             self.lanes.removed(lane, count)
             real += tokens
         self.ready_items -= packed.count
-        self.totals.book(real, packed, self.contract)
+        self.totals.book(real, packed)
 
 
 class Classes:
@@ -158,7 +179,7 @@ class Classes:
 
     def __init__(self, key: Callable[[int], int], contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._key, self._contract = key, contract
         self._queues: defaultdict[int, list[int]] = defaultdict(list)
         self._order: Fullest[int] = Fullest()
@@ -186,7 +207,7 @@ class Classes:
             else:
                 self._order.discard(key)
             self.ready_items -= packed.count
-            self.totals.book(sum(taken), packed, self._contract)
+            self.totals.book(sum(taken), packed)
 
 
 class Windows:
@@ -194,7 +215,7 @@ class Windows:
 
     def __init__(self, items: int, contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._items, self._contract = items, contract
         self._window: list[int] = []
 
@@ -215,6 +236,6 @@ class Windows:
             while start < len(window):
                 part = window[start : start + self._contract.batch_items_max]
                 packed = pack_tight(part, self._contract)
-                self.totals.book(sum(part[: packed.count]), packed, self._contract)
+                self.totals.book(sum(part[: packed.count]), packed)
                 start += packed.count
             self.ready_items -= len(window)
