@@ -69,11 +69,11 @@ class Assigned(NamedTuple):
 class Runs(NamedTuple):
     """Columns, one entry per run: items in a row that join one lane with one tag."""
 
-    lane_ids: list[int]
-    counts: list[int]
+    lane_ids: tuple[int, ...]
+    counts: tuple[int, ...]
     # As in `Assigned`, of each item of the run.
-    targets: list[int]
-    tags: list[int]
+    targets: tuple[int, ...]
+    tags: tuple[int, ...]
 
 
 class LaneRow(NamedTuple):
@@ -151,7 +151,7 @@ class Lanes:
         """
         lane_ids, counts, targets, tags = self.assign_runs(lengths, now)
         if len(counts) == len(lengths):
-            return Assigned(lane_ids, targets, bytearray(tags))
+            return Assigned(list(lane_ids), list(targets), bytearray(tags))
         return Assigned(
             list(chain.from_iterable(map(repeat, lane_ids, counts))),
             list(chain.from_iterable(map(repeat, targets, counts))),
@@ -186,13 +186,13 @@ class Lanes:
         where its target is below the length, and else to leave it as it is. Taking an item raises
         a lane to the item's length, so a waste fraction is always gap over target after.
         """
-        ids, targets, find, items = self._ids, self._targets, bisect_right, len(lengths)
-        runs = lane_ids, counts, targets_after, tags = Runs([], [], [], [])
+        ids, targets, find = self._ids, self._targets, bisect_right
         # gap / target > threshold, multiplied out: gap * scale > target * allowance.
         limit = self.lanes_limit
         room = max(0, limit - self.lanes_active)
         scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
-        rising, left = _if_descending(lengths), items
+        rows: list[tuple[int, int, int, int]] = []
+        rising, left = _if_descending(lengths), len(lengths)
         coming = iter(lengths)
         for length in coming:
             position, tag = find(floors, length) - 1, TAG_THRESHOLD
@@ -200,13 +200,15 @@ class Lanes:
             gap = target - length
             if raised := gap < 0:
                 target, gap = length, -gap
-            if gap * scale > target * allowance or gap > OPEN_ALWAYS_TOKENS:
+            widest = target * allowance // scale
+            if gap > widest or gap > OPEN_ALWAYS_TOKENS:
                 if gap < OPEN_FLOOR_TOKENS:
                     tag = TAG_FLOOR
                 elif room:
                     position, target = position + raised, length
                     self._open(position, length, floors)
                     raised, room, allowance = False, room - 1, allowance + _SPAN_PERCENT
+                    widest = target * allowance // scale
                 else:
                     tag = TAG_FORCED
             if raised:
@@ -215,13 +217,11 @@ class Lanes:
                     floors[position] = isqrt(length * below - 1) + 1
                 if (above := position + 1) < len(targets):
                     floors[above] = isqrt(targets[above] * length - 1) + 1
-            lane_ids.append(ids[position])
-            targets_after.append(target)
-            tags.append(tag)
             if rising is None:
+                rows.append((ids[position], 1, target, tag))
                 continue
-            if tag == TAG_THRESHOLD:
-                widest = target * allowance // scale
+            # The shortest length that joins this lane as this item did.
+            if not tag:
                 lowest = target - (widest if widest < OPEN_ALWAYS_TOKENS else OPEN_ALWAYS_TOKENS)
             elif raised:
                 # What follows is nearer to the new target than this item was to the old one.
@@ -231,11 +231,11 @@ class Lanes:
             floor = floors[position]
             left -= 1
             more = left - bisect_left(rising, lowest if lowest > floor else floor, 0, left)
-            counts.append(more + 1)
+            rows.append((ids[position], more + 1, target, tag))
             if more:
                 left -= more
                 next(islice(coming, more, more), None)
-        return runs if rising is not None else runs._replace(counts=[1] * items)
+        return Runs(*zip(*rows, strict=True)) if rows else Runs((), (), (), ())
 
     def _open(
         self,
@@ -270,13 +270,16 @@ class Lanes:
 
         Raises InvariantError, changing nothing, if so many were not outstanding.
         """
-        outstanding = self._outstanding
-        known = count or self._used >> lane_id & 1
+        try:
+            left = self._outstanding[lane_id] - count
+        except IndexError:
+            left = -1
         # What is free has none outstanding.
-        if not known or lane_id >= len(outstanding) or not 0 <= count <= outstanding[lane_id]:
-            raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
-        outstanding[lane_id] -= count
-        if outstanding[lane_id] or lane_id not in self._quiescing:
+        if left < 0 or count < 1:
+            if left < 0 or count or not self._used >> lane_id & 1:
+                raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
+        self._outstanding[lane_id] = left
+        if left or lane_id not in self._quiescing:
             return False
         self._free((lane_id,))
         return True
@@ -339,12 +342,11 @@ class Lanes:
 
         Assign nothing while iterating.
         """
-        ids, targets = self._ids, self._targets
-        if target is not None:
-            stop = bisect_left(targets, target)
-            ids, targets = ids[:stop], targets[:stop]
-        rows = zip(reversed(ids), reversed(targets), strict=True)
-        return compress(rows, map(among.__contains__, reversed(ids)))
+        stop = len(self._ids) if target is None else bisect_left(self._targets, target)
+        ids, targets = self._ids[:stop], self._targets[:stop]
+        ids.reverse()
+        targets.reverse()
+        return compress(zip(ids, targets, strict=True), map(among.__contains__, ids))
 
     def target(self, lane_id: int) -> int:
         """The target of a lane in use, in tokens. Raises InvariantError if it is free."""

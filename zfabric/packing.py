@@ -66,12 +66,14 @@ def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
     """
     if not lengths:
         raise InvariantError("a batch needs at least one item")
-    budget = contract.batch_tokens_max
-    lengths = lengths[: contract.batch_items_max]
+    budget, count = contract.batch_tokens_max, len(lengths)
+    if count > contract.batch_items_max:
+        count = contract.batch_items_max
+        lengths = lengths[:count]
     longest = max(lengths)
     pad_to = pad_to_tokens(longest)
-    if len(lengths) * pad_to <= budget:
-        return Packed(len(lengths), pad_to, longest)
+    if count * pad_to <= budget:
+        return Packed(count, pad_to, longest)
     # So many fit even if the longest of all is among them; from there on one by one.
     count = max(1, budget // pad_to)
     longest = max(lengths[:count])

@@ -33,40 +33,46 @@ MAINTAIN_S = 0.1
 class Totals:
     """What batches have cost, all shapes and tenths added up as one likes."""
 
-    __slots__ = ("_contract", "_sizes", "real_tokens")
+    __slots__ = ("_contract", "_packed", "_sizes", "real_tokens")
 
     def __init__(self, contract: Contract = CONTRACT) -> None:
         self._contract = contract
         self.real_tokens = 0
-        # Batches by (items, pad-to): all that is asked of them follows from that.
-        self._sizes: dict[tuple[int, int], int] = {}
-
-    @property
-    def batches(self) -> int:
-        """How many."""
-        return sum(self._sizes.values())
-
-    @property
-    def items(self) -> int:
-        """Items in them."""
-        return sum(n * count for (count, _), n in self._sizes.items())
-
-    @property
-    def padded_tokens(self) -> int:
-        """Their tokens, padding included."""
-        return sum(n * count * pad_to for (count, pad_to), n in self._sizes.items())
+        # All that is asked of a batch follows from (items, pad-to): how many of each there were,
+        # and those that have not been counted yet.
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        self._packed: list[Packed] = []
 
     def book(self, real_tokens: int, packed: Packed) -> None:
         """Count one batch."""
         self.real_tokens += real_tokens
-        sizes, size = self._sizes, packed[:2]
-        sizes[size] = sizes.get(size, 0) + 1
+        self._packed.append(packed)
+
+    def sizes(self) -> Counter[tuple[int, int]]:
+        """How many batches there were of each (items, pad-to)."""
+        self._sizes.update((count, pad_to) for count, pad_to, _ in self._packed)
+        self._packed.clear()
+        return self._sizes
+
+    @property
+    def batches(self) -> int:
+        """How many."""
+        return self.sizes().total()
+
+    @property
+    def items(self) -> int:
+        """Items in them."""
+        return sum(n * count for (count, _), n in self.sizes().items())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Their tokens, padding included."""
+        return sum(n * count * pad_to for (count, pad_to), n in self.sizes().items())
 
     def add(self, other: Totals) -> None:
         """Count another's batches too."""
         self.real_tokens += other.real_tokens
-        for size, n in other._sizes.items():
-            self._sizes[size] = self._sizes.get(size, 0) + n
+        self.sizes().update(other.sizes())
 
     def ratios(self) -> dict[str, float | None]:
         """Waste, mean fill and cost; None without batches."""
@@ -76,7 +82,7 @@ class Totals:
         cost = padded_tokens + BATCH_COST_TOKENS * batches
         fills = (
             n * batch_fill(count, count * pad_to, self._contract)
-            for (count, pad_to), n in self._sizes.items()
+            for (count, pad_to), n in self.sizes().items()
         )
         return {
             "waste_ratio": 1 - self.real_tokens / padded_tokens,
