@@ -203,9 +203,9 @@ class _Ready(Generic[K]):
         tokens_left = fullest.live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
-        if not items_left and tokens_left:
-            raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
         if not items_left:
+            if tokens_left:
+                raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
             del counts[key], self.since[key]
             fullest.discard(key)
             return True

@@ -186,7 +186,7 @@ class Lanes:
         where its target is below the length, and else to leave it as it is. Taking an item raises
         a lane to the item's length, so a waste fraction is always gap over target after.
         """
-        ids, targets, find = self._ids, self._targets, bisect_right
+        ids, targets, last, find = self._ids, self._targets, len(self._ids) - 1, bisect_right
         # gap / target > threshold, multiplied out: gap * scale > target * allowance.
         limit = self.lanes_limit
         room = max(0, limit - self.lanes_active)
@@ -207,7 +207,8 @@ class Lanes:
                 elif room:
                     position, target = position + raised, length
                     self._open(position, length, floors)
-                    raised, room, allowance = False, room - 1, allowance + _SPAN_PERCENT
+                    raised, room, last = False, room - 1, last + 1
+                    allowance += _SPAN_PERCENT
                     widest = target * allowance // scale
                 else:
                     tag = TAG_FORCED
@@ -215,8 +216,8 @@ class Lanes:
                 targets[position] = length
                 if position and (below := targets[position - 1]):
                     floors[position] = isqrt(length * below - 1) + 1
-                if (above := position + 1) < len(targets):
-                    floors[above] = isqrt(targets[above] * length - 1) + 1
+                if position < last:
+                    floors[position + 1] = isqrt(targets[position + 1] * length - 1) + 1
             if rising is None:
                 rows.append((ids[position], 1, target, tag))
                 continue
@@ -337,16 +338,19 @@ class Lanes:
         yield from sorted(quiescing, key=lambda lane: (-quiescing[lane], lane))
         yield from reversed(self._ids)
 
-    def below(self, target: int | None, among: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(id, target) of open lanes `among` these and below `target` (None is all), descending.
+    def below(
+        self, target: int | None = None, among: Collection[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """(id, target) of the open lanes below `target` and `among` these, descending.
 
-        Assign nothing while iterating.
+        None is all of them. Assign nothing while iterating.
         """
         stop = len(self._ids) if target is None else bisect_left(self._targets, target)
         ids, targets = self._ids[:stop], self._targets[:stop]
         ids.reverse()
         targets.reverse()
-        return compress(zip(ids, targets, strict=True), map(among.__contains__, ids))
+        rows = zip(ids, targets, strict=True)
+        return rows if among is None else compress(rows, map(among.__contains__, ids))
 
     def target(self, lane_id: int) -> int:
         """The target of a lane in use, in tokens. Raises InvariantError if it is free."""

@@ -103,26 +103,26 @@ def pack_group(
     count = real = pad_to = longest = 0
     places, budget = contract.batch_items_max, contract.batch_tokens_max
     for lane_id, lengths in lanes:
-        if not taken:
+        if not count:
             count, pad_to, longest = pack_tight(lengths, contract)
             real = sum(lengths[:count])
-            taken.append((lane_id, count))
+            joined = count
         else:
             chosen = lengths[: places - count]
-            top, total = max(chosen), count + len(chosen)
+            top, joined = max(chosen), len(chosen)
             wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            if total * wider > budget:
+            if (count + joined) * wider > budget:
                 chosen = chosen[: max(0, budget // wider - count)]
-                top, total = max(chosen, default=0), count + len(chosen)
+                top, joined = max(chosen, default=0), len(chosen)
                 wider = pad_to if top <= pad_to else pad_to_tokens(top)
             real += sum(chosen)
-            if not chosen or total * wider - real > GROUP_PADDING_MAX_TOKENS:
+            if not joined or (count + joined) * wider - real > GROUP_PADDING_MAX_TOKENS:
                 break
-            taken.append((lane_id, total - count))
-            count, pad_to = total, wider
+            count, pad_to = count + joined, wider
             if top > longest:
                 longest = top
-        if count >= places or (count + 1) * pad_to > budget or taken[-1][1] < len(lengths):
+        taken.append((lane_id, joined))
+        if count >= places or joined < len(lengths) or (count + 1) * pad_to > budget:
             break
     if not taken:
         raise InvariantError("a batch needs at least one item")

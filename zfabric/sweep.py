@@ -44,8 +44,8 @@ def candidates(order: LaneDraining, lanes: Lanes, below: int | None, now: float)
     if head is None:
         rows = lanes.below(None, ready)
         head = next(rows, None)
-    if head is None:
-        raise InvariantError("a batch was asked of a shape of which no lane is ready")
+        if head is None:
+            raise InvariantError("a batch was asked of a shape of which no lane is ready")
     return Candidates(chain([head], rows), due=False)
 
 
@@ -59,5 +59,6 @@ def goes_on_below(
     next sweep, and for more.
     """
     items, tokens = left
-    worth = lanes_taken > 1 or fills_batch(items, tokens, last_target, contract)
-    return last_target + 1 if items and worth else last_target
+    if items and (lanes_taken > 1 or fills_batch(items, tokens, last_target, contract)):
+        return last_target + 1
+    return last_target

@@ -139,7 +139,7 @@ class Replay:
         if lane is not None:
             lengths = self._lengths[lane][: self.contract.batch_items_max]
             packed = pack_tight(lengths, self.contract)
-            self._take(((lane, packed.count),), packed, now)
+            self.totals.book(self._take(lane, packed.count, now), packed)
 
     def _strict(self, now: float) -> None:
         lane = self.order.choose(now)
@@ -147,7 +147,7 @@ class Replay:
             queue = self._lengths[lane]
             places = self.contract.batch_items_max
             packed = pack_strict(queue[:places], len(queue), max(queue), self.contract)
-            self._take(((lane, packed.count),), packed, now)
+            self.totals.book(self._take(lane, packed.count, now), packed)
 
     def _group(self, now: float) -> None:
         queues, places = self._lengths, self.contract.batch_items_max
@@ -160,24 +160,24 @@ class Replay:
                 yield row[0], queues[row[0]][:places]
 
         taken, packed = pack_group(lengths(), self.contract)
-        self._take(taken, packed, now)
+        tokens = 0
+        for lane, count in taken:
+            tokens += self._take(lane, count, now)
+        self.totals.book(tokens, packed)
         if not due:
             lane, target = seen[len(taken) - 1]
             left = self.order.ready(lane)
             self._below = goes_on_below(len(taken), target, left, self.contract)
 
-    def _take(self, taken: Sequence[tuple[int, int]], packed: Packed, now: float) -> None:
-        """Take so many items from the front of each of these lanes, as one batch."""
-        real = 0
-        for lane, count in taken:
-            queue = self._lengths[lane]
-            tokens = sum(queue[:count])
-            del queue[:count]
-            self.order.removed(lane, count, tokens, now, True)
-            self.lanes.removed(lane, count)
-            real += tokens
-        self.ready_items -= packed.count
-        self.totals.book(real, packed)
+    def _take(self, lane: int, count: int, now: float) -> int:
+        """Take so many items from the front of the lane; returns their tokens."""
+        queue = self._lengths[lane]
+        tokens = sum(queue[:count])
+        del queue[:count]
+        self.ready_items -= count
+        self.order.removed(lane, count, tokens, now, True)
+        self.lanes.removed(lane, count)
+        return tokens
 
 
 class Classes:
