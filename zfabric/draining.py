@@ -33,7 +33,7 @@ K = TypeVar("K", bound=Hashable)
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
-# A change of one key in so many rebuilds the heap: that makes all entries in one go, and none stale.
+# A change of one key in so many rebuilds the heap: all entries are made in one go, none is stale.
 REBUILD_PAYS = 4
 # Items served on one visit from which a switch has paid for itself: a miss for each card is a share
 # of a few thousandths then, and waiting would leave all cards idle for it.

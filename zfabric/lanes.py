@@ -14,7 +14,7 @@ The life of a lane id:
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, compress, islice, repeat
@@ -69,11 +69,11 @@ class Assigned(NamedTuple):
 class Runs(NamedTuple):
     """Columns, one entry per run: items in a row that join one lane with one tag."""
 
-    lane_ids: tuple[int, ...]
-    counts: tuple[int, ...]
+    lane_ids: Sequence[int]
+    counts: Sequence[int]
     # As in `Assigned`, of each item of the run.
-    targets: tuple[int, ...]
-    tags: tuple[int, ...]
+    targets: Sequence[int]
+    tags: Sequence[int]
 
 
 class LaneRow(NamedTuple):
@@ -89,7 +89,6 @@ class Lanes:
     """The rolling lanes of one shape: at most `lanes_limit` ids in use, quiescing ones included."""
 
     __slots__ = (
-        "_floors",
         "_ids",
         "_outstanding",
         "_quiescing",
@@ -117,8 +116,6 @@ class Lanes:
         # The search list: targets ascending, ids beside them. Open lanes only.
         self._targets = array("I")
         self._ids = array("H")
-        # The shortest length of which each lane wastes less than its lower neighbour would.
-        self._floors = array("I")
         # Columns by lane id, as long as the highest id in use needs. Touched is when an open lane
         # last got an item, and infinity of any other id.
         self._outstanding = array("I")
@@ -147,6 +144,11 @@ class Lanes:
     def assign(self, lengths: Sequence[int], now: float) -> Assigned:
         """Place the items of one message, in order; each counts as outstanding in its lane.
 
+        The first target >= length is compared with its lower neighbour on waste fraction; since
+        taking an item raises the lower lane to the item's length, a fraction is always gap over
+        target after, and the lower one is less exactly where length < sqrt(target x lower target).
+        A tie goes to the upper lane, which need not grow.
+
         Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
         """
         lane_ids, counts, targets, tags = self.assign_runs(lengths, now)
@@ -168,89 +170,87 @@ class Lanes:
             raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
         lanes = len(self._ids)
         if lengths and not lanes:
-            self._open(0, lengths[0], self._floors)
+            self._open(0, lengths[0], self._targets)
         # A list is searched faster than an array, but has to be made and written back.
         if len(lengths) * LIST_PAYS_LANES < lanes:
-            runs = self._place(lengths, self._floors)
+            runs = self._place(lengths, self._targets)
         else:
-            floors = self._floors.tolist()
-            runs = self._place(lengths, floors)
-            self._floors = array("I", floors)
+            targets = self._targets.tolist()
+            runs = self._place(lengths, targets)
+            self._targets = array("I", targets)
         self._note(runs, len(lengths), opened=len(self._ids) - lanes, now=now)
         return runs
 
-    def _place(self, lengths: Sequence[int], floors: array[int] | list[int]) -> Runs:
-        """The rule of `assign`; fills the columns and changes the targets and their `floors`.
-
-        An item belongs to the last lane whose floor is not over its length: to raise that lane
-        where its target is below the length, and else to leave it as it is. Taking an item raises
-        a lane to the item's length, so a waste fraction is always gap over target after.
-        """
-        ids, targets, last, find = self._ids, self._targets, len(self._ids) - 1, bisect_right
-        # gap / target > threshold, multiplied out: gap * scale > target * allowance.
-        limit = self.lanes_limit
-        room = max(0, limit - self.lanes_active)
-        scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
+    def _place(self, lengths: Sequence[int], targets: array[int] | list[int]) -> Runs:
+        """The rule of `assign`; changes the targets."""
+        ids, lanes, find = self._ids, len(self._ids), bisect_left
+        room, allowance, scale = self._threshold()
+        lane_ids: list[int] = []
+        targets_after: list[int] = []
+        tags: list[int] = []
         rows: list[tuple[int, int, int, int]] = []
-        rising, left = _if_descending(lengths), len(lengths)
-        coming = iter(lengths)
+        rising, left, coming = _if_descending(lengths), len(lengths), iter(lengths)
         for length in coming:
-            position, tag = find(floors, length) - 1, TAG_THRESHOLD
-            target = targets[position]
-            gap = target - length
-            if raised := gap < 0:
-                target, gap = length, -gap
+            position, raised, tag = find(targets, length), True, TAG_THRESHOLD
+            if position < lanes:
+                target = targets[position]
+                gap = target - length
+                # (target - length) / target > (length - below) / length, multiplied out.
+                raised = position > 0 and length * length < target * targets[position - 1]
+            if raised:
+                position -= 1
+                target, gap = length, length - targets[position]
             widest = target * allowance // scale
-            if gap > widest or gap > OPEN_ALWAYS_TOKENS:
+            if widest > OPEN_ALWAYS_TOKENS:
+                widest = OPEN_ALWAYS_TOKENS
+            if gap > widest:
                 if gap < OPEN_FLOOR_TOKENS:
-                    tag = TAG_FLOOR
+                    tag, widest = TAG_FLOOR, OPEN_FLOOR_TOKENS - 1
                 elif room:
-                    position, target = position + raised, length
-                    self._open(position, length, floors)
-                    raised, room, last = False, room - 1, last + 1
-                    allowance += _SPAN_PERCENT
-                    widest = target * allowance // scale
+                    position, target, raised = position + raised, length, False
+                    self._open(position, length, targets)
+                    room, lanes, allowance = room - 1, lanes + 1, allowance + _SPAN_PERCENT
+                    widest = min(OPEN_ALWAYS_TOKENS, length * allowance // scale)
                 else:
-                    tag = TAG_FORCED
+                    tag, widest = TAG_FORCED, target
             if raised:
                 targets[position] = length
-                if position and (below := targets[position - 1]):
-                    floors[position] = isqrt(length * below - 1) + 1
-                if position < last:
-                    floors[position + 1] = isqrt(targets[position + 1] * length - 1) + 1
             if rising is None:
-                rows.append((ids[position], 1, target, tag))
+                lane_ids.append(ids[position])
+                targets_after.append(target)
+                tags.append(tag)
                 continue
-            # The shortest length that joins this lane as this item did.
-            if not tag:
-                lowest = target - (widest if widest < OPEN_ALWAYS_TOKENS else OPEN_ALWAYS_TOKENS)
-            elif raised:
-                # What follows is nearer to the new target than this item was to the old one.
-                lowest = target + 1
-            else:
-                lowest = target - OPEN_FLOOR_TOKENS + 1 if tag == TAG_FLOOR else 0
-            floor = floors[position]
+            # The shortest length that joins this lane as this item did; but what follows is nearer
+            # to a target that this item has raised than it was to the old one.
+            lowest = target + 1 if raised and tag else target - widest
+            if position:
+                # From the square root of target x below upwards, rounded up, this lane wastes less.
+                below = targets[position - 1]
+                nearer = isqrt(target * below - 1) + 1 if below else 1
+                lowest = nearer if nearer > lowest else lowest
             left -= 1
-            more = left - bisect_left(rising, lowest if lowest > floor else floor, 0, left)
+            more = left - find(rising, lowest, 0, left)
             rows.append((ids[position], more + 1, target, tag))
             if more:
                 left -= more
                 next(islice(coming, more, more), None)
-        return Runs(*zip(*rows, strict=True)) if rows else Runs((), (), (), ())
+        if rows:
+            return Runs(*zip(*rows, strict=True))
+        return Runs(lane_ids, [1] * len(lengths), targets_after, tags)
 
-    def _open(
-        self,
-        position: int,
-        target: int,
-        floors: array[int] | list[int],
-        lane_id: int | None = None,
-    ) -> None:
-        """A free id, the lowest if none is named, begins at that place of the search list."""
-        self._ids.insert(position, self._claim(lane_id))
-        self._targets.insert(position, target)
-        floors.insert(position, _floor(self._targets[position - 1], target) if position else 0)
-        if position + 1 < len(floors):
-            floors[position + 1] = _floor(target, self._targets[position + 1])
+    def _threshold(self) -> tuple[int, int, int]:
+        """(lanes that may still open, allowance, scale): a gap may be target * allowance / scale.
+
+        Each lane that opens adds _SPAN_PERCENT to the allowance.
+        """
+        limit = self.lanes_limit
+        room = max(0, limit - self.lanes_active)
+        return room, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room), 100 * limit
+
+    def _open(self, position: int, target: int, targets: array[int] | list[int]) -> None:
+        """The lowest free id begins at that place of the search list."""
+        self._ids.insert(position, self._claim())
+        targets.insert(position, target)
 
     def _note(self, runs: Runs, items: int, opened: int, now: float) -> None:
         """Count what was assigned, a lane at a time."""
@@ -275,10 +275,9 @@ class Lanes:
             left = self._outstanding[lane_id] - count
         except IndexError:
             left = -1
-        # What is free has none outstanding.
-        if left < 0 or count < 1:
-            if left < 0 or count or not self._used >> lane_id & 1:
-                raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
+        # What is free has none outstanding, and not even none can be taken from it.
+        if left < 0 or count < 0 or not (count or self._used >> lane_id & 1):
+            raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
         self._outstanding[lane_id] = left
         if left or lane_id not in self._quiescing:
             return False
@@ -305,8 +304,6 @@ class Lanes:
         targets = dict(zip(self._ids, self._targets, strict=True))
         self._ids = array("H", [lane for lane in self._ids if lane not in gone])
         self._targets = array("I", [targets[lane] for lane in self._ids])
-        above = islice(self._targets, 1, None)
-        self._floors = array("I", [0, *map(_floor, self._targets, above)][: len(self._ids)])
         for lane in idle:
             touched[lane] = inf
         quiescing = {lane: targets[lane] for lane in idle if outstanding[lane]}
@@ -324,7 +321,10 @@ class Lanes:
             raise InvariantError(f"lane {lane_id} cannot be restored: taken or out of range")
         if not 0 <= target <= TOKENS_MAX or outstanding < 1:
             raise InvariantError(f"lane {lane_id} cannot hold {outstanding} items up to {target}")
-        self._open(bisect_left(self._targets, target), target, self._floors, lane_id)
+        position = bisect_left(self._targets, target)
+        self._claim(lane_id)
+        self._targets.insert(position, target)
+        self._ids.insert(position, lane_id)
         self._outstanding[lane_id] = outstanding
         self._touched[lane_id] = now
 
@@ -393,12 +393,3 @@ def _if_descending(lengths: Sequence[int]) -> list[int] | None:
     if not all(map(ge, lengths, islice(lengths, 1, None))):
         return None
     return list(reversed(lengths))
-
-
-def _floor(below: int, target: int) -> int:
-    """The shortest length that wastes less, or as much, in a lane than in its lower neighbour.
-
-    Where (target - length) / target = (length - below) / length: at the square root of target x
-    below, rounded up. Two lanes may have one target after a restart; then the first gets its items.
-    """
-    return max(below, isqrt(target * below - 1)) + 1 if below else 1

@@ -117,7 +117,7 @@ class Replay:
             stops = list(accumulate(runs))
             parts = list(map(lengths.__getitem__, map(slice, [0, *stops], stops)))
             for lane, part in zip(lane_ids, parts, strict=True):
-                queues[lane] += part
+                queues[lane].extend(part)
             rows = list(zip(lane_ids, runs, map(sum, parts), strict=True))
         self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
