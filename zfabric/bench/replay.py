@@ -7,7 +7,7 @@ times virtual seconds. A closed loop: whatever is over the backlog is packed at 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -116,8 +116,8 @@ class Replay:
         else:
             stops = list(accumulate(runs))
             parts = list(map(lengths.__getitem__, map(slice, [0, *stops], stops)))
-            for lane, part in zip(lane_ids, parts, strict=True):
-                queues[lane].extend(part)
+            # A deque without room only runs the map.
+            deque(map(list.extend, map(queues.__getitem__, lane_ids), parts), maxlen=0)
             rows = list(zip(lane_ids, runs, map(sum, parts), strict=True))
         self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
