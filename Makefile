@@ -11,6 +11,9 @@ MODEL ?=
 ARGS ?=
 # How often `make soak` kills the broker.
 KILLS ?= 200
+# Inputs of each kind, and frames at a live broker, that `make fuzz` makes.
+EXAMPLES ?= 20000
+FRAMES ?= 1000000
 # How many seeds `make sim` runs.
 SEEDS ?= 10000
 # Seconds that `make chaos` does each fault.
@@ -18,7 +21,7 @@ S ?= 25
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check soak sim chaos test-torch gpu-check vllm-check clean
+.PHONY: help setup demo test check soak sim chaos fuzz test-torch gpu-check vllm-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -48,6 +51,10 @@ check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 soak: $(STAMP) ## a loaded broker killed 200 times (KILLS), and a crash at every point of a run
 	SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest -q -s tests/test_soak.py --timeout 3600
 	CRASH_POINTS=all $(BIN)/python -m pytest -q tests/test_crash_points.py --timeout 3600
+
+fuzz: $(STAMP) ## fuzz every parser (EXAMPLES each), then a live broker with a million frames (FRAMES)
+	FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz/test_fuzz.py --timeout 3600
+	$(BIN)/python -m tests.fuzz.frames --frames $(FRAMES)
 
 sim: $(STAMP) ## the whole fabric simulated, 10,000 seeds of faults (SEEDS)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)

@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
-from zfabric.engine import Batch, CacheStats, EngineUnreachable, OutOfMemory, Result
+from zfabric.engine import ROOM, Batch, CacheStats, EngineUnreachable, OutOfMemory, Result
+from zfabric.errors import ConfigError
 from zfabric.shapes import Shape
 
 
@@ -124,11 +126,37 @@ class ObeyingEngine(EchoEngine):
         hold_interpreter(float(hold_s))
 
 
+class OverlappingEngine(EchoEngine):
+    """Leaves room for another batch at once; `wait` ends when `go` has come in a later one."""
+
+    def __init__(self):
+        self.gone = threading.Event()
+
+    def run(self, batch):
+        if batch.payloads[0] == b"go":
+            self.gone.set()
+        elif batch.payloads[0] == b"wait":
+            yield ROOM
+            assert self.gone.wait(30)
+        elif batch.payloads[0] == b"rooms":
+            yield ROOM
+            yield ROOM
+        for index, payload in enumerate(batch.payloads):
+            yield index, Result.ok(payload.upper())
+
+
 class UnloadableEngine(EchoEngine):
     """Its load() raises."""
 
     def load(self):
         raise FileNotFoundError("no such model")
+
+
+class UnsuitableEngine(EchoEngine):
+    """Finds out in load() that it cannot work as it was told to."""
+
+    def load(self):
+        raise ConfigError("there is no CUDA device here; use --opt device=cpu")
 
 
 class StubbornEngine(EchoEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zfabric.bench import lengths, order, plot, policies, wall, waste
+from zfabric.bench import hotpath, lengths, order, plot, policies, wall, waste
 from zfabric.bench.replay import CONTRACT, Classes, Replay, Totals, Windows
 from zfabric.cli import main
 from zfabric.errors import ConfigError
@@ -197,6 +198,23 @@ def test_instructions_per_item_have_not_grown_by_a_fifth() -> None:
 def test_a_count_is_the_same_twice() -> None:
     case, drawn = policies.Case(60, "group"), lengths.synthetic()
     assert policies.counted(case, drawn, 1) == policies.counted(case, drawn, 1)
+
+
+@pytest.mark.timeout(300)
+def test_instructions_of_the_hot_path_have_not_grown_by_a_fifth(tmp_path: Path) -> None:
+    """As above; recorded in `zfabric.bench.hotpath`. The store is on disk, as in production."""
+    recorded = hotpath.RECORDED.get(f"{sys.version_info.major}.{sys.version_info.minor}")
+    if recorded is None:
+        pytest.skip("nothing is recorded for this version of Python")
+    count = hotpath.counted(tmp_path)
+    assert recorded / hotpath.GROWTH_MAX <= count <= recorded * hotpath.GROWTH_MAX, count
+
+
+def test_hot_path_prints_every_step(tmp_path: Path) -> None:
+    load = hotpath.Load(shapes=2, lanes=8, waiting=100, items=500, size=64)
+    figures = hotpath.run(None, load, [10, 20, 300])
+    assert figures["total_us"] == pytest.approx(sum(figures[f"{s}_us"] for s in hotpath.STEPS))
+    assert all(figures[f"{step}_us"] > 0 for step in ("accept", "offer", "commit", "done"))
 
 
 # -- lengths and plots ------------------------------------------------------------------------

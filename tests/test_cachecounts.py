@@ -5,7 +5,7 @@ import pytest
 from zfabric.engine import Batch, CacheStats
 from zfabric.shapes import Shape
 from zfabric_workers.cachecounts import CacheCounts, Counters, disagreement, read_metrics
-from zfabric_workers.flight import Flight
+from zfabric_workers.flight import Flight, Places
 from zfabric_workers.verdicts import Usage
 
 METRICS = {
@@ -75,11 +75,14 @@ def test_a_difference_is_said_and_a_small_one_is_not():
 # -- what is sent next -------------------------------------------------------------------------
 
 
-def flight(shapes, *, warm=None, slots=None):
+def batch_of(shapes):
     known = tuple(dict.fromkeys(shapes))
     items = len(shapes)
-    given = Batch("m", None, (1,) * items, (b"",) * items, known, tuple(map(known.index, shapes)))
-    return Flight(given, list(range(items)), warm, slots)
+    return Batch("m", None, (1,) * items, (b"",) * items, known, tuple(map(known.index, shapes)))
+
+
+def flight(shapes, *, warm=None, slots=None):
+    return Flight(batch_of(shapes), list(range(len(shapes))), Places(warm, slots))
 
 
 A, B, PLAIN = Shape.of("m", "a"), Shape.of("m", "b"), Shape("m")
@@ -94,7 +97,7 @@ def test_the_first_of_a_cold_shape_goes_alone():
     assert sent(going) == [0]
     going.release(0)
     assert sent(going) == [1, 2]
-    assert going.warm == A
+    assert going._places.warm == A
 
 
 def test_a_warm_shape_and_one_that_shares_nothing_wait_for_nobody():
@@ -122,6 +125,19 @@ def test_slots_are_taken_one_item_each_and_given_back():
     going.release(1)
     assert sent(going) == [2]
     assert going.slot_of(1) is None
+
+
+def test_batches_that_overlap_share_slots_and_what_is_warm():
+    first = flight([A, A], slots=1)
+    second = Flight(batch_of([A, B]), [0, 1], first._places)
+    assert sent(first) == [0]
+    assert (sent(second), first.begun) == ([], False)
+    first.release(0)
+    assert sent(first) == [1]
+    assert first.begun
+    first.release(1)
+    assert sent(second) == [0]
+    assert first._places.warm == A
 
 
 def test_no_more_are_sent_than_allowed_or_after_a_stop():

@@ -139,3 +139,11 @@ def test_verify_names_the_damaged_record_and_status_counts_it(
     assert status["recovery"]["damaged_records"] == 1
     assert status["quarantined_items"] == 1
     assert list((data / "quarantine").iterdir())
+
+
+def test_a_file_in_place_of_its_segments_ends_the_broker_with_code_2(tmp_path: Path) -> None:
+    (tmp_path / "segments").write_text("a thesis")
+    command = [sys.executable, "-m", "zfabric", "broker", "--port", "0", "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path / 'segments'} is no directory" in done.stderr

@@ -23,7 +23,11 @@ from tests.running import (
     zfabric,
 )
 from zfabric.cli import owned
+from zfabric.cli.children import Children
+from zfabric.cli.fabric import contract_of
+from zfabric.config import WorkerConfig
 from zfabric.errors import ConfigError
+from zfabric.shapes import Contract
 from zfabric_workers import engine_factory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
@@ -40,6 +44,15 @@ def descendants(pid):
     while more := {child for child, parent in parent_of.items() if parent in found} - found:
         found |= more
     return found - {pid}
+
+
+def engines(pid):
+    """The processes of engines among them."""
+    return [
+        child
+        for child in descendants(pid)
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def kill_everything(process):
@@ -130,8 +143,9 @@ def test_an_engine_that_cannot_load_ends_the_run_with_its_reason(tmp_path):
     write_batch(tmp_path / "in.jsonl", prompts(3))
     (tmp_path / "bad.gguf").write_bytes(b"GGUF, or so it says")
     done = run(tmp_path, "--engine", "llamacpp", "--model-path", "bad.gguf")
-    assert done.returncode == 1
-    assert "llama.cpp cannot load bad.gguf" in done.stderr
+    assert done.returncode == 2
+    assert "no worker is left; llamacpp-0 ended with code 2" in done.stderr
+    assert "bad.gguf is damaged" in done.stderr
     assert not read_rows(tmp_path / "out.jsonl")
 
 
@@ -220,6 +234,59 @@ def test_an_output_with_rows_is_not_touched(tmp_path):
     assert (tmp_path / "out.jsonl.fabric").exists()
 
 
+def test_the_contract_is_what_was_given_else_what_suits_the_engine():
+    assert contract_of("sim", WorkerConfig()) == Contract(32, 65_536, 8_192)
+    assert contract_of("llamacpp", WorkerConfig()) == Contract(32, 65_536, 8_192, ragged=True)
+    # a batch is over with its last item: it has to be several times what is in flight
+    assert contract_of("openai", WorkerConfig()) == Contract(256, 262_144, 8_192, ragged=True)
+    assert contract_of("openai", WorkerConfig(max_batch=7)).batch_items_max == 7
+    with pytest.raises(ConfigError, match="tokens"):
+        contract_of("sim", WorkerConfig(max_input=100_000))
+
+
+ODD_FILES = {
+    "no input": (("-i", "none"), "cannot read input none"),
+    "a directory as input": (("-i", "folder"), "not a regular file: save it to one"),
+    "a pipe as input": (("-i", "pipe"), "not a regular file: save it to one"),
+    "an empty input": (("-i", "empty"), "no line of empty can be run"),
+    "no directory for the output": (("-o", "no/out.jsonl"), "there is no directory no: make it"),
+    "a file as directory": (("-o", "empty/out.jsonl"), "there is no directory empty"),
+    "a directory as output": (("-o", "folder"), "folder is not a regular file"),
+    "a device as output": (("-o", "/dev/null"), "/dev/null is not a regular file"),
+    "no name": (("-o", ""), "say where the rows go"),
+    "too long a name": (("-o", "x" * 250), "File name too long"),
+    "no directory for errors": (("--errors", "no/errors"), "there is no directory no"),
+    "one file for both": (("--errors", "out.jsonl"), "must be different files"),
+    "the input as output": (("-o", "in.jsonl"), "must be different files"),
+    "no tokenizer": (("--tokenizer", "none"), "no tokenizer 'none'"),
+}
+
+
+@pytest.mark.parametrize(("flags", "text"), ODD_FILES.values(), ids=ODD_FILES)
+def test_files_that_cannot_be_used_end_it_before_a_broker_is_started(flags, text, tmp_path):
+    write_batch(tmp_path / "in.jsonl", prompts(1))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.rglob("*"))
+    done = run(tmp_path, "--engine", "sim", *flags)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "a broker of its own" not in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_error_of_a_worker_is_told_without_the_rest_of_its_log(tmp_path):
+    children = Children(tmp_path)
+    log = tmp_path / "w.log"
+    log.write_text("loading\nzfabric: error: there is no CUDA device here\n")
+    assert children.log_tail("w") == "there is no CUDA device here"
+    log.write_text("zfabric: error: no\nTraceback: and more")
+    assert children.log_tail("w").endswith("and more")
+    log.write_text("")
+    assert children.log_tail("w") == "it said nothing"
+
+
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume", None])
 def test_a_directory_that_zfabric_did_not_make_is_left_alone(flag, tmp_path):
     write_batch(tmp_path / "in.jsonl", prompts(1))
@@ -245,10 +312,14 @@ def test_a_second_run_on_the_same_output_is_refused_and_the_first_goes_on(tmp_pa
     words = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--engine", "sim", *SLOW)
     process = start_zfabric(*words, cwd=tmp_path)
     until(lambda: lines_in(tmp_path / "out.jsonl") >= 4)
+    (engine,) = engines(process.pid)
+    # or it might be done before the second has begun
+    os.kill(engine, signal.SIGSTOP)
     for flag in ("--overwrite", "--resume"):
         second = run(tmp_path, "--engine", "sim", flag)
         assert second.returncode == 2
         assert f"in use by another run (pid {process.pid})" in second.stderr
+    os.kill(engine, signal.SIGCONT)
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert ids_of(tmp_path / "out.jsonl") == sorted(f"q-{k}" for k in range(40))

@@ -20,6 +20,7 @@ from tests.engines import (
     DescribingEngine,
     EchoEngine,
     ObeyingEngine,
+    OverlappingEngine,
     StubbornEngine,
     UnloadableEngine,
     batch_of,
@@ -117,6 +118,57 @@ def test_engine_that_raises_stays_and_runs_the_next_batch(obeying, command, kind
     assert outcome(obeying, b"next") == [Results(1, (0,), (Result.ok(b"NEXT"),), final=True)]
 
 
+def await_room(child):
+    """Receive until another batch may be sent; nothing else is expected."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not child.idle:
+        assert time.monotonic() < deadline
+        wait(child.waitables(), PATIENCE_S)
+        assert child.receive() == []
+
+
+def ends_of(child, count):
+    """The batches that have ended, in order."""
+    ended = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(ended) < count:
+        assert time.monotonic() < deadline
+        wait(child.waitables(), PATIENCE_S)
+        events = [event for event in child.receive() if isinstance(event, Results)]
+        ended += [event.batch_id for event in events if event.final]
+    return ended
+
+
+def test_batch_that_leaves_room_goes_on_beside_the_next_one():
+    with hosted(OverlappingEngine) as child:
+        child.send(1, batch_of(b"wait"))
+        await_room(child)
+        assert child.busy
+        for batch_id in (2, 3):
+            assert outcome(child, b"x", batch_id=batch_id)[-1].batch_id == batch_id
+            # the last one sent is over, and the first goes on: there is room still
+            assert child.idle and child.busy
+        child.send(4, batch_of(b"go"))
+        assert sorted(ends_of(child, 2)) == [1, 4]
+        assert child.idle and not child.busy
+
+
+def test_death_is_told_with_every_batch_in_hand():
+    with hosted(OverlappingEngine) as child:
+        child.send(1, batch_of(b"wait"))
+        await_room(child)
+        child.send(2, batch_of(b"wait"))
+        await_room(child)
+        child.kill()
+        assert exit_of(child).batch_ids == (1, 2)
+
+
+def test_room_said_twice_is_the_engines_fault():
+    with hosted(OverlappingEngine) as child:
+        (failed,) = outcome(child, b"rooms")
+        assert (failed.kind, failed.text) == ("error", "run() gave ROOM twice")
+
+
 def test_engine_that_holds_the_interpreter_delays_no_call(obeying):
     obeying.send(6, batch_of(b"hold 0.5"))
     calls = 0
@@ -187,7 +239,7 @@ def test_send_to_a_busy_or_absent_child_is_refused(obeying):
 )
 def test_death_of_the_engine_is_told_with_the_batch_it_had(command, exitcode, text):
     with hosted(ObeyingEngine) as child:
-        assert outcome(child, command, batch_id=12) == [Exited(exitcode, text, 12)]
+        assert outcome(child, command, batch_id=12) == [Exited(exitcode, text, (12,))]
         assert not child.running
         assert child.waitables() == []
         assert child.receive() == []
@@ -200,7 +252,7 @@ def test_partial_result_before_a_hang_is_received_during_it():
         assert collect(child, lambda e: isinstance(e, Results)) == [early]
         assert not child.idle
         child.kill()
-        assert exit_of(child) == Exited(-signal.SIGKILL, "killed by SIGKILL", 13)
+        assert exit_of(child) == Exited(-signal.SIGKILL, "killed by SIGKILL", (13,))
 
 
 def test_results_written_before_death_are_received_before_it():
@@ -210,7 +262,7 @@ def test_results_written_before_death_are_received_before_it():
         assert wait([child.connection], PATIENCE_S)
         child.kill()
         assert wait([child.sentinel], PATIENCE_S)
-        died = Exited(-signal.SIGKILL, "killed by SIGKILL", 13)
+        died = Exited(-signal.SIGKILL, "killed by SIGKILL", (13,))
         assert child.receive() == [early, died]
 
 
@@ -233,7 +285,7 @@ def test_killed_child_that_never_read_its_batch_does_not_hold_the_writer():
         os.kill(child.pid, signal.SIGSTOP)
         child.send(14, batch_of(bytes(2**24)))
         child.kill()
-        assert exit_of(child) == Exited(-signal.SIGKILL, "killed by SIGKILL", 14)
+        assert exit_of(child) == Exited(-signal.SIGKILL, "killed by SIGKILL", (14,))
         assert threading.active_count() == threads_before
 
 
@@ -260,7 +312,7 @@ def test_engine_that_cannot_load_says_why_and_exits():
     failed, exited = collect(child, lambda e: isinstance(e, Exited))
     assert (failed.batch_id, failed.kind) == (None, "error")
     assert "FileNotFoundError: no such model" in failed.text
-    assert exited == Exited(1, "exited with status 1", None)
+    assert exited == Exited(1, "exited with status 1", ())
 
 
 def test_factory_that_cannot_travel_is_a_configuration_error(obeying):
@@ -279,14 +331,14 @@ def test_unreadable_bytes_from_the_child_end_it():
         exited = exit_of(child)
         assert exited.exitcode == -signal.SIGKILL
         assert "unreadable message" in exited.text
-        assert exited.batch_id == 15
+        assert exited.batch_ids == (15,)
 
 
 def test_polite_stop_closes_the_engine(tmp_path):
     with hosted(functools.partial(ClosingEngine, str(tmp_path / "mark"))) as child:
         assert child.stop(PATIENCE_S)
         assert (tmp_path / "mark").read_text() == "closed"
-        assert child.receive() == [Exited(0, "exited with status 0", None)]
+        assert child.receive() == [Exited(0, "exited with status 0", ())]
         assert child.stop(0)
 
 
@@ -296,7 +348,7 @@ def test_stop_keeps_results_that_arrive_meanwhile():
         assert child.stop(PATIENCE_S)
         results, _, exited = child.receive()
         assert len(results.results[0].payload) == 5_000_000
-        assert exited == Exited(0, "exited with status 0", None)
+        assert exited == Exited(0, "exited with status 0", ())
 
 
 def test_stop_terminates_a_busy_engine_and_kills_a_stubborn_one(monkeypatch):
@@ -304,11 +356,11 @@ def test_stop_terminates_a_busy_engine_and_kills_a_stubborn_one(monkeypatch):
     with hosted(ObeyingEngine) as child:
         child.send(17, batch_of(b"hold 600"))
         assert child.stop(0)
-        assert child.receive()[-1] == Exited(-signal.SIGTERM, "killed by SIGTERM", 17)
+        assert child.receive()[-1] == Exited(-signal.SIGTERM, "killed by SIGTERM", (17,))
     with hosted(StubbornEngine) as child:
         pid = child.pid
         assert child.stop(0.1)
-        assert child.receive()[-1] == Exited(-signal.SIGKILL, "killed by SIGKILL", None)
+        assert child.receive()[-1] == Exited(-signal.SIGKILL, "killed by SIGKILL", ())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 

@@ -11,7 +11,8 @@ from zfabric.protocol import CHARGING_KINDS
 PACKAGE = Path(__file__).parents[1] / "zfabric"
 # Passed as a variable: these are the values that it may have.
 VARIABLE = {
-    *CHARGING_KINDS, "model_paused", "model_resumed", "storage_full", "storage_available",
+    *CHARGING_KINDS, "access_refused", "model_paused", "model_resumed", "peer_error",
+    "storage_available", "storage_full",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from tests.harness import Bench, FakeProducer
+from zfabric import snapshot
 from zfabric.operate import CANCEL_ITEMS
 from zfabric.protocol import Status, Type, encode, packed
 from zfabric.shapes import Shape
@@ -73,7 +74,7 @@ def test_bytes_bound_what_the_broker_holds() -> None:
     producer.submit([10] * 8, payload=b"x" * 300)
     bench.settle()
     assert producer.upto == 3
-    assert bench.fabric.held_bytes() == 900
+    assert snapshot.held_bytes(bench.fabric) == 900
 
 
 def test_producer_that_reads_no_results_is_capped_and_others_are_not() -> None:
@@ -308,7 +309,7 @@ def test_cancel_ends_what_waits_and_forget_frees_the_name() -> None:
     producer.cut()
     bench.tick(1.0)
     assert operator.ask("producers.forget", name="job") == {"name": "job", "dropped_results": 30}
-    assert bench.fabric.held_bytes() == 0
+    assert snapshot.held_bytes(bench.fabric) == 0
     assert bench.producer("job", instance=9).upto == 0
 
 

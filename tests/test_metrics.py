@@ -49,6 +49,8 @@ NAMES = (
     "zfabric_recovery_healed_words",
     "zfabric_items_quarantined",
     "zfabric_events_total",
+    "zfabric_access_refused_total",
+    "zfabric_key_users",
 )
 LABELS = {"reason", "outcome", "worker", "model", "event", "level", "le", "version"}
 Samples = dict[str, list[tuple[dict[str, str], float]]]

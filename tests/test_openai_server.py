@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp", reason="the extra zfabric[openai] is not installe
 from tests.fakeserver import CHAT, COMPLETIONS, EMBEDDINGS, Reply, completion, error, faking, reply
 from tests.running import brokering, operating, read_rows, request, serving, until, write_batch
 from zfabric.batchrun import run_batch
-from zfabric.engine import Batch, EngineUnreachable, OutOfMemory, Result
+from zfabric.engine import ROOM, Batch, EngineUnreachable, OutOfMemory, Result
 from zfabric.errors import ConfigError
 from zfabric.shapes import Contract, Shape
 from zfabric_workers import engine_factory, httpdriver
@@ -46,7 +46,7 @@ def run(made, given):
     """(results by index, the exception at the end)."""
     results, problem = {}, None
     try:
-        results.update((index, result) for index, result in made.run(given))
+        results.update(pair for pair in made.run(given) if pair is not ROOM)
     except (ServerFault, EngineUnreachable, OutOfMemory) as raised:
         problem = raised
     return results, problem
@@ -68,6 +68,22 @@ def failing(bad, *, on="bad", times=None):
 def error_of(result):
     assert result.status == "failed"
     return json.loads(result.payload)
+
+
+def slow_until(count):
+    """(a script that answers `slow` when `count` others are done, what is done in order)."""
+    done, slow = [], threading.Event()
+
+    def script(url, body):
+        text = body["messages"][-1]["content"]
+        if text == "slow":
+            assert slow.wait(30)
+        done.append(text)
+        if len(done) == count:
+            slow.set()
+        return completion(url, body)
+
+    return script, done
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS, EMBEDDINGS])
@@ -304,17 +320,7 @@ def test_the_first_item_of_a_cold_shape_goes_alone_and_the_next_batch_is_warm():
 
 def test_places_are_refilled_as_they_come_free():
     """The second place serves three items while the first holds one."""
-    done, slow = [], threading.Event()
-
-    def script(url, body):
-        text = body["messages"][-1]["content"]
-        if text == "slow":
-            assert slow.wait(30)
-        done.append(text)
-        if len(done) == 3:
-            slow.set()
-        return completion(url, body)
-
+    script, done = slow_until(3)
     plain = Shape("m")
     with faking(script) as server, engine(server, concurrency=2) as made:
         results, problem = run(made, batch("slow", "a", "b", "c", shape=plain))
@@ -322,6 +328,47 @@ def test_places_are_refilled_as_they_come_free():
     assert len(results) == 4
     assert done[-1] == "slow"
     assert server.most == 2
+
+
+def test_a_slow_item_leaves_its_places_to_the_next_batch():
+    slow = threading.Event()
+
+    def script(url, body):
+        if body["messages"][-1]["content"] == "slow":
+            assert slow.wait(30)
+        return completion(url, body)
+
+    plain = Shape("m")
+    with faking(script) as server, engine(server, concurrency=2) as made:
+        first = made.run(batch("slow", "a", shape=plain))
+        given = [next(first), next(first)]
+        assert ROOM in given
+        # whole batches run beside the slow item, which holds one place of two
+        for texts in (("b", "c", "d"), ("e", "f")):
+            results, problem = run(made, batch(*texts, shape=plain))
+            assert problem is None
+            assert len(results) == len(texts)
+        slow.set()
+        given += list(first)
+    assert sorted(pair[0] for pair in given if pair is not ROOM) == [0, 1]
+    assert server.most == 2
+
+
+def test_a_batch_that_is_given_up_frees_its_places():
+    held = threading.Event()
+
+    def script(url, body):
+        if body["messages"][-1]["content"] == "held":
+            held.wait(30)
+        return completion(url, body)
+
+    with faking(script) as server, engine(server, concurrency=1) as made:
+        first = made.run(batch("held", shape=Shape("m")))
+        assert next(first) is ROOM
+        first.close()
+        results, problem = run(made, batch("a", shape=Shape("m")))
+        held.set()
+    assert (len(results), problem) == (1, None)
 
 
 def test_cached_tokens_are_summed_and_unknown_until_told():
@@ -463,6 +510,38 @@ def test_through_a_broker_a_faulty_answer_loses_nothing(bad, tmp_path):
     assert sorted(results) == sorted(f"good-{k}" for k in range(12))
     assert failures["bad-1"]["error"]["code"] == "dead"
     assert status["residual_items"] == 0
+
+
+@pytest.mark.e2e
+def test_through_a_broker_a_slow_item_does_not_hold_up_the_next_batch(tmp_path):
+    """The second batch is whole while an item of the first is still at the server."""
+    script, done = slow_until(15)
+    rows = [request("slow", "slow")] + [request(f"q-{k}", f"item {k}") for k in range(15)]
+    results, failures, status = through_a_broker(tmp_path, script, rows, concurrency=2)
+    assert (len(results), len(failures), status["residual_items"]) == (16, 0, 0)
+    assert done[-1] == "slow"
+
+
+@pytest.mark.e2e
+def test_through_a_broker_an_item_that_hangs_holds_nobody_else_and_is_dead_in_the_end(tmp_path):
+    rows = [request(f"good-{k}") for k in range(12)] + [request("bad-1", "bad")]
+    script = failing(Reply(then="hang"))
+    results, failures, status = through_a_broker(tmp_path, script, rows, timeout_s=0.3)
+    assert sorted(results) == sorted(f"good-{k}" for k in range(12))
+    assert failures["bad-1"]["error"]["code"] == "dead"
+    assert "no answer within 0.3 s" in failures["bad-1"]["error"]["message"]
+    assert status["residual_items"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("status_code", [429, 503])
+def test_through_a_broker_a_busy_server_is_waited_for_and_charges_nobody(status_code, tmp_path):
+    busy = failing(error(status_code, "slow down"), on="hello", times=10)
+    rows = [request(f"q-{k}", f"hello {k}") for k in range(40)]
+    results, failures, status = through_a_broker(tmp_path, busy, rows, concurrency=8)
+    assert len(results) == 40
+    assert not failures
+    assert (status["residual_items"], status["dead_items"]) == (0, 0)
 
 
 @pytest.mark.e2e

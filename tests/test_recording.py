@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,18 @@ def test_every_snapshot_event_and_lane_comes_back(day: Day, tmp_path: Path) -> N
         assert reader.lanes(None, last) == lanes
         assert reader.lanes(lanes["signature"], first) is None
         assert reader.gaps() == []
+
+
+def test_recording_of_an_earlier_release_has_what_pages_ask_for(day: Day, tmp_path: Path) -> None:
+    old = copy.deepcopy(day.views[-1])
+    del old["lane_pressure_ratio_run"], old["storage"]["disk_reserve_bytes"]
+    writer = Writer(tmp_path / "old.db", release="0", limit_bytes=10**6)
+    writer.add(SNAPSHOT, old["time"], msgpack.packb(old))
+    writer.close()
+    with Reader(tmp_path / "old.db") as reader:
+        (found,) = reader.snapshots(0, old["time"], 1)
+    assert found["lane_pressure_ratio_run"] == old["lane_pressure_ratio"]
+    assert found["storage"]["disk_reserve_bytes"] is None
 
 
 def test_snapshots_repeat_each_other_and_take_little_room(day: Day, tmp_path: Path) -> None:

@@ -191,6 +191,32 @@ def test_second_broker_on_a_directory_is_refused_with_the_pid(tmp_path: Path) ->
         open_backing(tmp_path, "fsync", OsFiles(tmp_path))
 
 
+def test_file_in_place_of_its_directory_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.write_text("a thesis")
+    with pytest.raises(StorageError, match=f"{place} is no directory"):
+        open_backing(place, "fsync", OsFiles(place))
+    assert place.read_text() == "a thesis"
+
+
+@pytest.mark.parametrize("part", ["segments", "outbox", "quarantine"])
+@pytest.mark.parametrize("kind", ["file", "dead link"])
+def test_something_else_in_place_of_its_directories_is_refused_and_left(
+    part: str, kind: str, tmp_path: Path
+) -> None:
+    place = tmp_path / part
+    if kind == "file":
+        place.write_text("a thesis")
+    else:
+        place.symlink_to("nowhere")
+    with pytest.raises(StorageError, match=f"{place} is no directory.*move it away"):
+        open_backing(tmp_path, "fsync", OsFiles(tmp_path))
+    assert place.is_symlink() or place.read_text() == "a thesis"
+    place.unlink()
+    backing, _ = open_backing(tmp_path, "fsync", OsFiles(tmp_path))
+    backing.close()
+
+
 def test_drained_broker_seals_its_store_so_that_damage_is_told_from_torn(tmp_path: Path) -> None:
     broker = Broker(BrokerConfig(port=0, data=str(tmp_path)))
     at = broker.bind()

@@ -413,7 +413,7 @@ def test_killed_and_hung_cards_in_a_real_process():
         child.stop(0)
     assert events == [
         Results(2, (0,), (answer(b"first", ""),), final=False),
-        Exited(-signal.SIGKILL, "killed by SIGKILL", 2),
+        Exited(-signal.SIGKILL, "killed by SIGKILL", (2,)),
     ]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import EchoEngine, ObeyingEngine, UnloadableEngine
+from tests.engines import EchoEngine, ObeyingEngine, UnloadableEngine, UnsuitableEngine
 from zfabric import worker as runtime
 from zfabric.broker import Broker
 from zfabric.client import Client
@@ -267,6 +267,14 @@ def test_engine_that_never_loads_ends_the_worker_with_its_reason(monkeypatch):
         _, outcome = begin(UnloadableEngine, address)
         with pytest.raises(FabricError, match=r"2 times in a row.*no such model"):
             outcome.result(PATIENCE_S)
+
+
+def test_engine_that_finds_a_wrong_option_at_its_load_ends_the_worker_at_once():
+    with broker() as address:
+        worker, outcome = begin(UnsuitableEngine, address)
+        with pytest.raises(ConfigError, match=r"cannot be loaded: there is no CUDA.*device=cpu$"):
+            outcome.result(PATIENCE_S)
+        assert worker._failed_loads == 0
 
 
 def test_engine_that_cannot_be_sent_to_a_process_is_refused():

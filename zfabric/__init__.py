@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zfabric.errors import ItemFailed as ItemFailed
     from zfabric.errors import Lost as Lost
     from zfabric.errors import NameInUse as NameInUse
+    from zfabric.errors import NotAllowed as NotAllowed
     from zfabric.errors import ProtocolError as ProtocolError
     from zfabric.errors import Refused as Refused
     from zfabric.errors import TimeoutExpired as TimeoutExpired
@@ -54,7 +55,8 @@ _MODULE_OF = {
     **dict.fromkeys(
         (
             *("Backpressure", "ConfigError", "ConnectError", "FabricError", "ItemFailed", "Lost"),
-            *("NameInUse", "ProtocolError", "Refused", "TimeoutExpired", "VersionMismatch"),
+            *("NameInUse", "NotAllowed", "ProtocolError", "Refused", "TimeoutExpired"),
+            "VersionMismatch",
         ),
         "errors",
     ),

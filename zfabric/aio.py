@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from zfabric.client import Client
+from zfabric.connection import Key
 from zfabric.errors import Backpressure, ConnectError, TimeoutExpired
 from zfabric.results import CHUNK_ITEMS, CHUNK_S, Item, Reorder, Result, Results, Sink
 from zfabric.waiting import drain_aloud
@@ -44,8 +45,10 @@ class AsyncClient:
         name: str | None = None,
         timeout_s: float = 10.0,
         buffer_items: int = 1_000_000,
+        key: Key = None,
     ) -> None:
         self._options: dict[str, Any] = {
+            "key": key,
             "name": name,
             "timeout_s": timeout_s,
             "buffer_items": buffer_items,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from zfabric.batchfile.chains import Count
 from zfabric.batchwatch import Progress
+from zfabric.connection import Key
 
 # Items open at once: far beyond what any number of cards holds, and 50 MB of numbers and ids.
 OPEN_ITEMS_MAX = 200_000
@@ -53,6 +54,8 @@ class Options:
     """How a run behaves; see `run_batch`."""
 
     broker: str | None = None
+    # see `Client`
+    key: Key = None
     model: str | None = None
     count: Count | None = None
     progress: Callable[[Progress], None] | None = None

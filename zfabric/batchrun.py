@@ -21,7 +21,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zfabric.batchfile import BadLine, BatchOutput, InputIdentity, Request
+from zfabric.batchfile import BadLine, BatchOutput, Request, check_paths
 from zfabric.batchoptions import Options, Summary
 from zfabric.batchrows import OpenLine, drop_failures, too_long_body, usage_of, write_retried
 from zfabric.batchsource import Lengths, Source
@@ -67,10 +67,10 @@ def run_batch(
     """Run the requests of `source` and append a row for each to `output`; returns what was done.
 
     The file options are those of `BatchOutput.open`. The others (`Options`): `broker` address,
-    `model` that replaces every request's, `count` of a text's tokens (None: they are estimated, and
-    corrected by the usage in results), `progress` and `notice` callbacks, `timeout_s` to reach
-    the broker, `stall_timeout_s` after which a run without any result ends (None: never),
-    `wait_for_workers` (False: end when nothing but models without a worker is left),
+    `key`, `model` that replaces every request's, `count` of a text's tokens (None: they are
+    estimated, and corrected by the usage in results), `progress` and `notice` callbacks,
+    `timeout_s` to reach the broker, `stall_timeout_s` after which a run without any result ends
+    (None: never), `wait_for_workers` (False: end when nothing but models without a worker is left),
     `open_items_max`, and an Event `stop` that ends the run early and leaves it to be resumed.
 
     Raises ConfigError, ConnectError, StorageError (the output cannot be written), TimeoutExpired
@@ -79,16 +79,17 @@ def run_batch(
     """
     chosen = Options(**options)
     source_path, output_path = Path(source), Path(output)
-    InputIdentity.of(source_path)
+    errors_path = None if errors is None else Path(errors)
+    check_paths(source_path, output_path, errors_path)
     if chosen.model is not None:
         check_name(chosen.model, "model name")
     # Before anything is overwritten: is there a broker at all?
-    with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s):
+    with Client(chosen.broker, role="operator", timeout_s=chosen.timeout_s, key=chosen.key):
         pass
     with BatchOutput.open(
         output_path,
         input_path=source_path,
-        errors=None if errors is None else Path(errors),
+        errors=errors_path,
         resume=resume,
         overwrite=overwrite,
         retry_failed=retry_failed,
@@ -211,6 +212,7 @@ class _Run:
                     self._options.broker,
                     name=self._output.job.name,
                     timeout_s=self._options.timeout_s,
+                    key=self._options.key,
                     on_results=self._receive,
                 )
             except ConnectError as error:
@@ -250,6 +252,7 @@ class _Run:
             model=self._options.model,
             line_bytes_max=self._client.payload_bytes_max,
             count=self._options.count,
+            directory=self._output_path.resolve().parent,
         )
         for row in source.rows():
             self._read_upto = row.line_number

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from zfabric.batchfile import LINE_BYTES_MAX, BadLine, Discovery, Request, read_requests
@@ -24,7 +25,7 @@ RATIO_MIN, RATIO_MAX = 0.1, 10.0
 
 
 class Source:
-    """The rows of one input from its beginning."""
+    """The rows of one input from its beginning; `directory` takes what is too much for memory."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Source:
         model: str | None = None,
         line_bytes_max: int = LINE_BYTES_MAX,
         count: Count | None = None,
+        directory: Path | None = None,
     ) -> None:
         self._stream = stream
         self._size_bytes = os.fstat(stream.fileno()).st_size
@@ -42,6 +44,7 @@ class Source:
             model=model,
             line_bytes_max=min(line_bytes_max, LINE_BYTES_MAX),
             count=count or estimate_tokens,
+            directory=directory,
         )
 
     def rows(self) -> Iterator[Request | BadLine]:

@@ -1,5 +1,7 @@
 """The broker: three sockets, one poll, one clock. The only loop, and the only code that sends.
 
+With keys (`zap`) a fourth socket answers who may connect.
+
 A turn of the loop: receive what is there, give the dispatcher the time, publish and acknowledge
 what was stored, send what it left, hand out batches for at most one slice, publish statistics.
 Every part of a turn is bounded, so that heartbeats are served whatever the load. Nothing is decided
@@ -26,9 +28,10 @@ import msgpack
 import zmq
 
 from zfabric import snapshot
-from zfabric.addresses import format_address, is_loopback
+from zfabric.access import PRODUCERS, STATS, WORKERS
+from zfabric.addresses import format_address
 from zfabric.config import BrokerConfig
-from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
+from zfabric.dispatcher import Dispatcher
 from zfabric.errors import ConfigError, NoSpace
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
@@ -37,12 +40,13 @@ from zfabric.publishing import Publishing
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
 from zfabric.store import Store
+from zfabric.transport import DEAD_LINE_OPTIONS
+from zfabric.zap import Authenticator, receive
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
 SEND_HWM = 128
 RECEIVE_HWM = 64
 SOCKET_BUFFER_BYTES = 256 * 1024
-ZMQ_HEARTBEAT_IVL_MS, ZMQ_HEARTBEAT_TIMEOUT_MS, ZMQ_HEARTBEAT_TTL_MS = 5_000, 15_000, 15_000
 HANDSHAKE_IVL_MS = 5_000
 # Longest wait in poll: judgement and upkeep are due this often even when nothing arrives.
 TICK_S = 0.1
@@ -83,8 +87,6 @@ class Broker:
         *,
         rebuild_catalog: bool = False,
     ) -> None:
-        if not config.insecure and not is_loopback(config.bind):
-            raise ConfigError(f"binding {config.bind} needs insecure: there are no keys yet")
         self.config = config
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="zfabric-close")
         self.recovered: Recovered | None = None
@@ -112,6 +114,7 @@ class Broker:
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
         self._context = zmq.Context()
+        self._poller = zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         # an endpoint that nothing is taken from any more
         self._deaf_to: str | None = None
@@ -128,16 +131,24 @@ class Broker:
         self._more_offers = False
         self._turn_started_s: float | None = None
         self._waited_s = 0.0
+        self.door: Authenticator | None = None
+        if config.keys_directory is not None:
+            try:
+                gate = self.dispatcher.gate
+                self.door = Authenticator(self._context, config.keys_directory, gate)
+            except ConfigError:
+                self.close()
+                raise
 
     # -- life ---------------------------------------------------------------------------------
 
     def bind(self) -> Endpoints:
         """Bind the three sockets. Raises ConfigError where an address cannot be had."""
-        wanted = dict(zip((PRODUCERS, WORKERS, "stats"), self.config.ports, strict=True))
+        wanted = dict(zip((PRODUCERS, WORKERS, STATS), self.config.ports, strict=True))
         bound: dict[str, str] = {}
         try:
             for name, port in wanted.items():
-                socket = self._make(zmq.XPUB if name == "stats" else zmq.ROUTER)
+                socket = self._make(name)
                 address = format_address(self.config.bind, port)
                 try:
                     socket.bind(address if port else address.rsplit(":", 1)[0] + ":*")
@@ -148,20 +159,23 @@ class Broker:
                         "broker running there? --port 0 takes free ports"
                     ) from None
                 bound[name] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                if name == "stats":
-                    self._stats = socket
+                if name == STATS:
+                    self._stats, self._stats_at = socket, bound[name]
                 else:
                     self._sockets[name] = socket
         except ConfigError:
             self.close()
             raise
         port_of = {name: int(address.rsplit(":", 1)[1]) for name, address in bound.items()}
-        self.dispatcher.ports = {"worker_port": port_of[WORKERS], "stats_port": port_of["stats"]}
-        return Endpoints(bound[PRODUCERS], bound[WORKERS], bound["stats"])
+        self.dispatcher.ports = {"worker_port": port_of[WORKERS], "stats_port": port_of[STATS]}
+        return Endpoints(bound[PRODUCERS], bound[WORKERS], bound[STATS])
 
-    def _make(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        if kind == zmq.ROUTER:
+    def _make(self, name: str) -> zmq.Socket[bytes]:
+        routed = name != STATS
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER if routed else zmq.XPUB)
+        if self.door is not None:
+            self.door.secure(socket, name)
+        if routed:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, self.config.payload_bytes_max + FRAME_SLACK_BYTES)
         else:
@@ -173,11 +187,8 @@ class Broker:
             (zmq.RCVHWM, RECEIVE_HWM),
             (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
             (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
-            (zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_IVL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, ZMQ_HEARTBEAT_TTL_MS),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
-            (zmq.TCP_KEEPALIVE, 1),
+            *DEAD_LINE_OPTIONS,
             (zmq.LINGER, 0),
         ):
             socket.setsockopt(option, value)
@@ -193,6 +204,8 @@ class Broker:
 
     def close(self) -> None:
         """Close every socket; what was not sent is dropped."""
+        if self.door is not None:
+            self.door.close()
         for socket in (*self._sockets.values(), self._stats):
             if socket is not None and not socket.closed:
                 socket.close(0)
@@ -205,21 +218,20 @@ class Broker:
 
     def run(self) -> None:
         """Serve until drained or stopped. Raises InvariantError where going on would harm."""
-        poller = zmq.Poller()
-        for socket in self._sockets.values():
-            poller.register(socket, zmq.POLLIN)
-        if self._stats is not None:
-            poller.register(self._stats, zmq.POLLIN)
-        poller.register(self._wake_r.fileno(), zmq.POLLIN)
+        polled = [*self._sockets.values(), self._stats, self.door and self.door.waits_on]
+        for socket in polled:
+            if socket is not None:
+                self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_r.fileno(), zmq.POLLIN)
         try:
-            self._serve(poller, until=lambda: self.dispatcher.drained(time.monotonic()))
+            self._serve(until=lambda: self.dispatcher.drained(time.monotonic()))
             self.dispatcher.farewell("the broker ends")
             # A worker dials again as soon as it reads that. What it held it has given up; let in
             # now, it would be lost again when the door closes.
-            poller.unregister(self._sockets[WORKERS])
+            self._poller.unregister(self._sockets[WORKERS])
             self._deaf_to = WORKERS
             ends_s = time.monotonic() + FAREWELL_S
-            self._serve(poller, until=lambda: time.monotonic() >= ends_s)
+            self._serve(until=lambda: time.monotonic() >= ends_s)
             if not self._stop_asked.is_set():
                 self._seal()
         finally:
@@ -233,10 +245,10 @@ class Broker:
         with contextlib.suppress(NoSpace):
             self._backing.seal()
 
-    def _serve(self, poller: zmq.Poller, until: Callable[[], bool]) -> None:
+    def _serve(self, until: Callable[[], bool]) -> None:
         while not (self._stop_asked.is_set() or until()):
             self._waited_s = self._wait_s(time.monotonic())
-            ready = dict(poller.poll(math.ceil(self._waited_s * 1000)))
+            ready = dict(self._poller.poll(math.ceil(self._waited_s * 1000)))
             if self._wake_r.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     while self._wake_r.recv(64):
@@ -269,6 +281,8 @@ class Broker:
         if self._drain_asked.is_set():
             self.dispatcher.drain(now)
         self._end_sync()
+        if self.door is not None:
+            self._mind_door(self.door, now)
         drained = self._receive(now)
         now = time.monotonic()
         self.dispatcher.tick(now, time.time(), drained=drained)
@@ -303,7 +317,7 @@ class Broker:
 
     def _receive(self, started_s: float) -> bool:
         """Take what has arrived, for one slice at most; returns whether all of it was taken."""
-        drained = True
+        drained, messages, count = True, 0, 0
         for endpoint, socket in self._sockets.items():
             if endpoint == self._deaf_to:
                 continue
@@ -312,17 +326,55 @@ class Broker:
                 continue
             until = started_s + RECEIVE_SLICE_S
             while True:
+                key = None
                 try:
-                    routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                    if self.door is None:
+                        routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                    else:
+                        key, routing_id, frames = receive(socket)
                 except zmq.Again:
                     break
                 now = time.monotonic()
-                self.dispatcher.receive(endpoint, routing_id, frames, now)
+                messages += 1
+                count += len(frames)
+                self.dispatcher.receive(endpoint, routing_id, frames, now, key)
                 if now > until:
                     drained = False
                     break
             started_s = time.monotonic()
+        if messages:
+            gauges = self.dispatcher.gauges
+            gauges["messages_total"] = gauges.get("messages_total", 0) + messages
+            gauges["frames_total"] = gauges.get("frames_total", 0) + count
         return drained
+
+    def _mind_door(self, door: Authenticator, now: float) -> None:
+        """Let in who may come in, and turn out whose key has ended."""
+        door.turn(now)
+        ended = door.look(now)
+        if ended:
+            self.dispatcher.turn_out(ended, now)
+            # A subscriber only listens, so nothing of it could be refused: all of them come anew.
+            if self._stats is not None:
+                self._poller.unregister(self._stats)
+                door.release(STATS)
+                self._stats.close(0)
+                self._stats = None
+        if self._stats is None:
+            self._bind_stats_again(door)
+
+    def _bind_stats_again(self, door: Authenticator) -> None:
+        """At the same place; while the former socket holds it, the next turn tries again."""
+        socket = self._make(STATS)
+        try:
+            socket.bind(self._stats_at)
+        except zmq.ZMQError:
+            door.release(STATS)
+            socket.close(0)
+            return
+        self._stats = socket
+        self.publishing.nobody_watches()
+        self._poller.register(socket, zmq.POLLIN)
 
     def _send_outgoing(self, now: float) -> None:
         for address in list(self._stalled):

@@ -7,6 +7,8 @@
     floor     i, upto, seq        numbers up to `upto` were accepted; results up to `seq` existed;
                                   `above`: numbers that a crash left behind a hole
     forget    i                   the producer is forgotten
+    claim     kind, name, user    the name belongs to the user whose key used it first
+    unclaim   kind, name          it is anybody's again
     retired   nonce, items, tokens, ...   a segment is over: completed, dead, quarantined
     dead      id, ...             an item that was given up, with its payload
     undead    id                  that record was requeued or dropped
@@ -36,6 +38,8 @@ from zfabric.errors import StorageError
 from zfabric.segment import FORMAT, NewerFormat
 
 _PREFIX = struct.Struct("<II")
+# Others are of a later release, and mean nothing here.
+CLAIM_KINDS = frozenset({"producer", "worker"})
 # How the body of a window record begins; damage is searched for the next one.
 _WINDOW_MARK = b"\x82\xa1t\xa6window\xa1n"
 
@@ -69,6 +73,8 @@ class Catalog:
     dead: dict[int, dict[str, Any]] = field(default_factory=dict)
     next_dead: int = 1
     retries: dict[int, int] = field(default_factory=dict)
+    # (kind, name) -> user, oldest first
+    claims: dict[tuple[str, str], str] = field(default_factory=dict)
     # made of what could still be read: a number that is missing is no loss, it was not looked for
     salvaged: bool = False
     # the next commit window; all before the last one begun are on the device
@@ -102,6 +108,11 @@ class Catalog:
             self.dead.pop(record["id"], None)
         elif kind == "retry":
             self.retries[record["number"]] = record["of"]
+        elif kind == "claim" and record["kind"] in CLAIM_KINDS:
+            # As text they are what they were, and nothing else is ever recorded.
+            self.claims[record["kind"], f"{record['name']}"] = f"{record['user']}"
+        elif kind == "unclaim":
+            self.claims.pop((record["kind"], f"{record['name']}"), None)
         elif kind == "window":
             self.window = max(self.window, record["n"])
 
@@ -155,6 +166,9 @@ class Catalog:
         out += [hole for nonce, holes in self.holes.items() if nonce in files for hole in holes]
         out += self.dead.values()
         out += [{"t": "retry", "number": n, "of": of} for n, of in self.retries.items()]
+        out += [
+            {"t": "claim", "kind": k, "name": n, "user": u} for (k, n), u in self.claims.items()
+        ]
         store = {
             "t": "store",
             "id": self.store_id,

@@ -18,7 +18,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from zfabric.connection import Connection
+from zfabric.connection import Connection, Key
 from zfabric.errors import Backpressure, ConnectError, Lost, Refused, TimeoutExpired
 from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, Sink, end_sink, status_name
 from zfabric.session import Arrival, News
@@ -36,6 +36,8 @@ class Client(Connection):
 
     Raises, when made: ConnectError if no broker answers within `timeout_s`, NameInUse if another
     live client holds the name, VersionMismatch if the broker speaks another protocol version.
+    `key` is the file of the key to connect with (ZFABRIC_KEY); NotAllowed says that it is refused.
+    Without `patient` a broker that is not there yet is not waited for.
     `buffer_items` bounds the items that are open (submitted, no result yet) at any time.
 
     Leaving `with Client(...)` waits until every submitted item has its result, however long that
@@ -52,6 +54,8 @@ class Client(Connection):
         timeout_s: float = 10.0,
         buffer_items: int = 1_000_000,
         role: str = "producer",
+        key: Key = None,
+        patient: bool = True,
         on_results: Callable[[list[Arrival], int], None] | None = None,
     ) -> None:
         self.buffer_items = buffer_items
@@ -63,7 +67,9 @@ class Client(Connection):
         self._unclaimed: OrderedDict[int, Result] = OrderedDict()
         self._last_seq = 0
         self._streams = 0
-        super().__init__(broker, name=name, timeout_s=timeout_s, role=role)
+        super().__init__(
+            broker, name=name, timeout_s=timeout_s, role=role, key=key, patient=patient
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +285,7 @@ class Client(Connection):
         """Run an OpenAI Batch file through the broker; see `zfabric.batchrun.run_batch`."""
         from zfabric.batchrun import run_batch
 
-        return run_batch(source, output, broker=self.address, **options)
+        return run_batch(source, output, broker=self.address, key=self.key, **options)
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until every submitted item has its result. Raises TimeoutExpired."""

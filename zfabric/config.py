@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import textwrap
 import tomllib
 import types
 import typing
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfabric.addresses import PORT_MAX, format_address, is_loopback, parse_address
-from zfabric.config_keys import ENV_PREFIX, GIB, MIB, Key, count_row, key_row, port_row
+from zfabric.config_keys import ENV_PREFIX, GIB, MIB, NO_KEY, Key, count_row, key_row, port_row
 from zfabric.errors import ConfigError
 from zfabric.shapes import BATCH_ITEMS_MAX, TOKENS_MAX, Contract, check_name
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEYS", "BrokerConfig", "ClientConfig", "Config", "Key", "WorkerConfig", "add_flags",
-    "flags_of", "format_address", "is_loopback", "load", "parse_address", "show", "template",
+    "flags_of", "format_address", "is_loopback", "load", "parse_address"
 ]  # fmt: skip
 
 FILE_NAME = "zfabric.toml"
@@ -56,6 +55,12 @@ class BrokerConfig:
     port: int = port_row(7410, "port of producers and operators; 0 takes any free ports")
     consumer_port: int | None = port_row(None, "port of workers; port + 1 when not set")
     stats_port: int | None = port_row(None, "port of the statistics feed; port + 2 when not set")
+    keys: str | None = key_row(
+        None,
+        "directory of keys, see `zfabric keys`; without it, or with none, anyone who reaches the "
+        "ports may connect",
+        metavar="DIRECTORY",
+    )
     insecure: bool = key_row(False, "allow a bind that is not loopback, without keys")
     data: str | None = key_row(
         None,
@@ -146,8 +151,19 @@ class BrokerConfig:
     metrics_port: int | None = port_row(
         None, "port of Prometheus metrics at the bound address; none when not set"
     )
+    metrics_bind: str | None = key_row(
+        None,
+        "address of the metrics, which ask for no key; the bound one when not set, loopback with "
+        "keys",
+        metavar="ADDRESS",
+    )
     log: str = key_row(
         "text", "events on standard error, as lines of", choices=("text", "json", "off")
+    )
+    log_file: str | None = key_row(
+        None,
+        "file to log into, opened anew when it was moved away; standard error when not set",
+        metavar="FILE",
     )
     record: str | None = key_row(
         None, "file to record into, for `zfabric top --replay`", metavar="FILE"
@@ -161,11 +177,11 @@ class BrokerConfig:
 
     def __post_init__(self) -> None:
         _check_section("broker", self)
-        if not self.insecure and not is_loopback(self.bind):
+        if self.keys_directory is None and not self.insecure and not is_loopback(self.bind):
             raise ConfigError(
-                f"broker.bind {self.bind!r} is not a loopback address: there are no keys yet, so "
-                "anyone who reaches the port could read and submit work. Bind 127.0.0.1, or pass "
-                "--insecure on a network that you trust"
+                f"broker.bind {self.bind!r} is not a loopback address, and without keys anyone who "
+                "reaches the port could read and submit work: make keys with `zfabric keys make` "
+                "and pass --keys, bind 127.0.0.1, or pass --insecure on a network that you trust"
             )
         if self.data is not None and self.policy == "fifo":
             raise ConfigError(
@@ -192,6 +208,16 @@ class BrokerConfig:
             )
         if len(set(taken)) < len(taken):
             raise ConfigError(f"broker ports must differ: producers, consumers, stats {self.ports}")
+
+    @property
+    def keys_directory(self) -> Path | None:
+        """Where the keys are; None is without keys."""
+        return None if self.keys in (None, NO_KEY) else Path(str(self.keys))
+
+    @property
+    def metrics_at(self) -> str:
+        """The address of the metrics."""
+        return self.metrics_bind or (self.bind if self.keys_directory is None else "127.0.0.1")
 
     @property
     def ports(self) -> tuple[int, int, int]:
@@ -229,6 +255,14 @@ class WorkerConfig:
         2, "batches held at once: running and ready", unit="batches", low=1, high=64
     )
     ragged: bool = key_row(False, "the engine does not pad: count plain tokens")
+    broker_port: int | None = key_row(
+        None,
+        "port of workers at the broker; asked of the broker when not set, or with a key, which may "
+        "not ask, the one behind its port",
+        low=1,
+        high=PORT_MAX,
+        metavar="PORT",
+    )
     log: str = key_row(
         "text", "events on standard error, as lines of", choices=("text", "json", "off")
     )
@@ -258,6 +292,14 @@ class ClientConfig:
     """What every command that talks to a broker needs. Raises ConfigError for a bad address."""
 
     broker: str = key_row("tcp://127.0.0.1:7410", "address of the broker", metavar="ADDRESS")
+    key: str | None = key_row(
+        None,
+        "file of the key to connect with, as `zfabric keys make` writes it; none is without",
+        metavar="FILE",
+    )
+    server_key: str | None = key_row(
+        None, "public key of the broker, in place of the one in the key's file", metavar="KEY"
+    )
     timeout_s: float = key_row(
         10.0, "longest wait for the broker to answer", unit="s", low=0.01, high=WAIT_S_MAX
     )
@@ -369,46 +411,6 @@ def flags_of(namespace: argparse.Namespace) -> dict[str, object]:
     return {name: given[k.dest] for name, k in KEYS.items() if given.get(k.dest) is not None}
 
 
-def show(config: Config) -> list[tuple[Key, Any, str]]:
-    """Rows (key, value, origin) for `zfabric config show`, in the table's order."""
-    return [
-        (key, getattr(getattr(config, key.section), key.name), config.origins[name])
-        for name, key in KEYS.items()
-    ]
-
-
-def template() -> str:
-    """A zfabric.toml for `zfabric config init`: every key at its default, commented out.
-
-    Settings have no space after their #; prose, and keys that have no default, do.
-    """
-    lines = _comment(
-        "Settings of zfabric; flags and ZFABRIC_* variables override them. Every setting below is "
-        "at its default and commented out: to change one, take away its # and give a value."
-    )
-    for section in SECTIONS:
-        lines += ["", f"[{section}]"]
-        for name in _names(section):
-            key = KEYS[f"{section}.{name}"]
-            lines += [
-                "",
-                *_comment(key.help),
-                *_comment(f"{key.expectation}; also {key.flag}, {key.env_name}"),
-            ]
-            lines.append(
-                f"# {name} = (not set)"
-                if key.default is None
-                else f"#{name} = {key.toml(key.default)}"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
-    )
-
-
 def _following(port: int, step: int, given: int | None) -> int:
     if given is not None:
         return given
@@ -451,6 +453,8 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read {path}: it is nested too deep") from None
     found = {}
     for section, table in document.items():
         if not isinstance(table, dict) and section not in SECTIONS:

@@ -18,11 +18,17 @@ from zfabric.errors import ConfigError
 MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "ZFABRIC_"
-ADDRESS_VARIABLE = "ZFABRIC_BROKER"
+# Where a client finds its broker and its key: no name of a key of a section can be these.
+SHORT_VARIABLES = {
+    "client.broker": "ZFABRIC_BROKER", "client.key": "ZFABRIC_KEY",
+    "client.server_key": "ZFABRIC_SERVER_KEY",
+}  # fmt: skip
 # Largest count or byte size that a key may hold: exact in a float and in JSON of every reader.
 COUNT_MAX = 2**53 - 1
 SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 SIZE_UNITS = {"b": 1, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+# In place of a file or a directory of keys: without one, whatever is said elsewhere.
+NO_KEY = "none"
 TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 METAVARS = {"s": "S", "ms": "MS", "Hz": "HZ", "bytes": "SIZE"}
@@ -85,8 +91,8 @@ class Key:
     @property
     def env_name(self) -> str:
         """The variable that sets it."""
-        if self.full_name == "client.broker":
-            return ADDRESS_VARIABLE
+        if self.full_name in SHORT_VARIABLES:
+            return SHORT_VARIABLES[self.full_name]
         return f"{ENV_PREFIX}{self.section}_{self.name}".upper()
 
     @property

@@ -13,31 +13,44 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
+from zfabric.access import NOT_ALLOWED, REASONS
 from zfabric.addresses import format_address, parse_address
 from zfabric.errors import (
     ConnectError,
     FabricError,
     NameInUse,
+    NotAllowed,
     ProtocolError,
     TimeoutExpired,
     VersionMismatch,
 )
-from zfabric.link import Link
+from zfabric.keys import ClientKey, client_key
+from zfabric.link import UNREACHED, Link
 from zfabric.session import News, Session
 from zfabric.shapes import check_name
 
 DEFAULT_BROKER = "tcp://127.0.0.1:7410"
+# A key, the file of one, "none" for none whatever the environment says, None for what that says.
+Key = ClientKey | str | os.PathLike[str] | None
 
 
 class Connection(ABC):
     """A named connection to a broker that can ask; see `Client` for what it raises when made."""
 
     def __init__(
-        self, broker: str | None, *, name: str | None, timeout_s: float, role: str
+        self,
+        broker: str | None,
+        *,
+        name: str | None,
+        timeout_s: float,
+        role: str,
+        key: Key = None,
+        patient: bool = True,
     ) -> None:
         host, port = parse_address(broker or os.environ.get("ZFABRIC_BROKER") or DEFAULT_BROKER)
         self.address = format_address(host, port)
         self.name = check_name(name or f"client-{os.getpid()}-{secrets.token_hex(4)}", "name")
+        self.key = client_key(key or os.environ.get("ZFABRIC_KEY") or None, server_key())
         self._session = Session(self.name, secrets.randbits(64), role)
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -45,7 +58,15 @@ class Connection(ABC):
         self._replies: dict[int, Future[Any]] = {}
         self._failure: FabricError | None = None
         self._closing = False
-        self._link = Link(self.address, self._session, self._lock, self._act, self._ended)
+        self._link = Link(
+            self.address,
+            self._session,
+            self._lock,
+            self._act,
+            self._ended,
+            self.key,
+            patient=patient,
+        )
         self._link.start()
         self._await_welcome(timeout_s)
 
@@ -71,10 +92,12 @@ class Connection(ABC):
             raise failure
         if taken is not None and taken[0] == "name_in_use":
             raise NameInUse(f"{taken[1]} at {self.address}; choose another name")
-        raise ConnectError(
-            f"no broker answered at {self.address} within {timeout_s:g} s; start one with "
-            "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
-        )
+        trouble = self._link.trouble
+        if trouble is not None:
+            raise ConnectError(
+                f"no connection to {self.address} for {timeout_s:g} s: {trouble.text}"
+            )
+        raise ConnectError(_unanswered(self.address, f" within {timeout_s:g} s"))
 
     @property
     def forked(self) -> bool:
@@ -164,8 +187,7 @@ class Connection(ABC):
         """What ends the connection, or keeps it from being made."""
         if news.fatal is not None:
             code, text = news.fatal
-            kind = VersionMismatch if code == "version_mismatch" else ProtocolError
-            self._fail(kind(f"{self.address}: {code}: {text}"))
+            self._fail(_failure(code, f"{self.address}: {code}: {text}", self.address))
         for code, text in news.errors:
             if code == "name_in_use":
                 self._session.last_refusal = (code, text)
@@ -177,10 +199,32 @@ class Connection(ABC):
                 if ok:
                     reply.set_result(value)
                 else:
-                    reply.set_exception(FabricError(str(value)))
+                    refused = str(value).startswith(f"{NOT_ALLOWED}:")
+                    reply.set_exception((NotAllowed if refused else FabricError)(str(value)))
 
     def _fail(self, failure: FabricError) -> None:
         self._failure = self._failure or failure
         self._closing = True
         self._link.close()
         self._changed.notify_all()
+
+
+def server_key() -> str | None:
+    """The broker's public key, where the environment says it in place of the key's file."""
+    return os.environ.get("ZFABRIC_SERVER_KEY") or None
+
+
+def _unanswered(address: str, when: str) -> str:
+    return (
+        f"no broker answered at {address}{when}; start one with `zfabric broker`, or name another "
+        "with --broker or ZFABRIC_BROKER"
+    )
+
+
+def _failure(code: str, text: str, address: str) -> FabricError:
+    """What an error that no further attempt can cure is to a caller."""
+    if code == UNREACHED:
+        return ConnectError(_unanswered(address, ""))
+    if code in REASONS:
+        return NotAllowed(text)
+    return VersionMismatch(text) if code == "version_mismatch" else ProtocolError(text)

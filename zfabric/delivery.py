@@ -356,9 +356,6 @@ class Delivery:
 def _contract(fields: dict[str, Any]) -> Contract:
     if "model" not in fields:
         raise PeerError("malformed", "a worker's HELLO names its model")
-    for word in ("model", "engine"):
-        if not _is_word(fields.get(word, "x")):
-            raise PeerError("malformed", f"{word} holds control characters")
     try:
         return Contract(
             fields.get("batch_items_max"),  # type: ignore[arg-type]  # checked by Contract

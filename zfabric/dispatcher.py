@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import zfabric
 from zfabric import operate
+from zfabric.access import KEY_REVOKED, PRODUCERS, WORKERS
 from zfabric.config import BrokerConfig
 from zfabric.delivery import Delivery
 from zfabric.errors import NoSpace, PeerError
 from zfabric.fabric import Fabric
+from zfabric.gate import Gate, is_hello
 from zfabric.intake import Intake
 from zfabric.offers import Offer, Offers
-from zfabric.peers import Peer, Producer
+from zfabric.peers import Parcel, Peer, Producer
 from zfabric.protocol import (
     GONE,
     TO_BROKER,
@@ -38,7 +40,6 @@ from zfabric.store import Store
 from zfabric.upkeep import Upkeep
 from zfabric.watching import Watch
 
-PRODUCERS, WORKERS = "producers", "workers"
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
 # Connections at once; each costs a few kilobytes here and a descriptor in the socket.
 PEERS_MAX = 20_000
@@ -56,14 +57,6 @@ SILENT_LEASES = 1.5
 PROMISES = frozenset({Type.ACCEPTED, Type.RESULT, Type.DONE_ACK})
 
 
-class Parcel(NamedTuple):
-    """Frames for one peer."""
-
-    endpoint: str
-    routing_id: bytes
-    frames: list[bytes]
-
-
 class Dispatcher:
     """All decisions of one broker. Drive it from one thread."""
 
@@ -78,6 +71,7 @@ class Dispatcher:
         self.boot_id = boot_id
         self.ports = dict(ports or {})
         self.fabric = Fabric(config, store)
+        self.gate = Gate(self.fabric)
         self.outgoing: deque[Parcel] = deque()
         self.peers: dict[tuple[str, bytes], Peer] = {}
         self._epoch = 0
@@ -105,7 +99,9 @@ class Dispatcher:
         self._handlers: dict[Type, Callable[[Peer, Message, float], None]] = {
             Type.SHAPE: lambda peer, m, now: self._intake.shape(peer, m.fields),
             Type.SUBMIT: self._on_submit,
-            Type.RESULT_ACK: self._on_result_ack,
+            Type.RESULT_ACK: lambda peer, m, now: self._intake.result_ack(
+                self._producer(peer), m.fields["upto"]
+            ),
             Type.REQUEST: self._on_request,
             Type.HEARTBEAT: self._on_heartbeat,
             Type.BYE: lambda peer, m, now: self._gone(peer, m.fields.get("reason", "left"), now),
@@ -117,14 +113,23 @@ class Dispatcher:
     # -- messages in --------------------------------------------------------------------------
 
     def receive(
-        self, endpoint: str, routing_id: bytes, frames: Sequence[Frame], now: float
+        self,
+        endpoint: str,
+        routing_id: bytes,
+        frames: Sequence[Frame],
+        now: float,
+        key: str | None = None,
     ) -> None:
-        """One message from one connection. A message that is refused changes nothing."""
+        """One message from one connection, whose `key` the socket knows, where keys are asked for.
+
+        A message that is refused changes nothing.
+        """
         peer = self.peers.get((endpoint, routing_id))
         try:
+            self.gate.speaks(peer, endpoint, key)
             message = decode(frames, TO_BROKER)
             if message.kind is Type.HELLO:
-                self._hello(endpoint, routing_id, peer, message.fields, now)
+                self._hello(endpoint, routing_id, peer, message.fields, now, key)
             elif peer is None:
                 self.fabric.count("unknown_peer_messages")
                 if message.kind is not Type.BYE:
@@ -147,12 +152,12 @@ class Dispatcher:
         now: float,
     ) -> None:
         """Count it, and say so where somebody is there to read it."""
-        self.fabric.count(f"peer_errors_{error.code}")
-        if peer is not None or error.code in ("version_mismatch",) or _is_hello(frames):
+        told = peer is not None or error.code == "version_mismatch" or is_hello(frames)
+        if told:
             fields = {"code": error.code, "text": error.text[:4096], "version": VERSION}
             self._post(endpoint, routing_id, encode(Type.ERROR, fields))
-            who = peer.name if peer is not None else "a new peer"
-            self.fabric.event("peer_error", f"{who}: {error.code}: {error.text[:200]}", now)
+        who = peer.name if peer is not None else "a new peer"
+        self.gate.refused(error, who, now, told=told)
 
     def _hello(
         self,
@@ -161,10 +166,9 @@ class Dispatcher:
         peer: Peer | None,
         fields: dict[str, Any],
         now: float,
+        key: str | None,
     ) -> None:
         role, name, instance = fields["role"], fields["name"], fields["instance"]
-        if not name.isprintable():
-            raise PeerError("malformed", "a name holds control characters")
         if ENDPOINT_OF_ROLE[role] != endpoint:
             port = self.ports.get("worker_port")
             raise PeerError(
@@ -175,16 +179,21 @@ class Dispatcher:
             raise PeerError("out_of_state", f"this connection belongs to {peer.role} {peer.name}")
         if peer is None and len(self.peers) >= PEERS_MAX:
             raise PeerError("too_many_peers", f"the broker serves {PEERS_MAX} connections at most")
-        self._claim(role, name, instance, routing_id)
-        fresh = Peer(endpoint, routing_id, role, name, instance, self._epoch + 1, now)
+        self.gate.greets(role, name, key)
+        former = self._former(role, name, instance, routing_id)
+        fresh = Peer(endpoint, routing_id, role, name, instance, self._epoch + 1, now, key)
         answer: dict[str, Any] = {}
         if role == "worker":
             self._delivery.hello(fresh, fields, now)
         elif role == "producer":
             producer = self._intake.hello(fresh, now)
             answer = {"upto": producer.upto, "acked": producer.outbox.acked}
+        # Nothing was refused: only now the old connection of this name goes.
+        if former is not None:
+            self.peers.pop(former.address, None)
         self._epoch += 1
         self.peers[endpoint, routing_id] = fresh
+        self.gate.greeted(fresh, now)
         # It tells a producer what is accepted; a full disk must not shut out the others.
         self._send(fresh, Type.WELCOME, self._welcome(fresh) | answer, promise=bool(answer))
 
@@ -199,28 +208,17 @@ class Dispatcher:
             "lease_s": self.config.lease_s,
             "release": zfabric.__version__,
             **self.ports,
+            **self.gate.role_of(peer),
         }
 
-    def _claim(self, role: str, name: str, instance: int, routing_id: bytes) -> None:
-        """Make way for a new holder of a name. Raises PeerError where the old one is alive."""
-        holder = self._holder(role, name)
-        if holder is None or holder.routing_id == routing_id:
-            return
-        if holder.instance != instance:
+    def _former(self, role: str, name: str, instance: int, routing_id: bytes) -> Peer | None:
+        """Who makes way for a new holder of a name. Raises PeerError where another one is alive."""
+        holder = self.gate.holder(role, name)
+        if holder is not None and holder.instance != instance and holder.routing_id != routing_id:
             # If it is dead this message cannot be delivered, and the next attempt gets the name.
             self._send(holder, Type.HEARTBEAT, {"boot": self.boot_id})
             raise PeerError("name_in_use", f"another live {role} is called {name!r}")
-        self.peers.pop(holder.address, None)
-
-    def _holder(self, role: str, name: str) -> Peer | None:
-        if role == "worker":
-            worker = self.fabric.workers.get(name)
-            return worker.peer if worker is not None else None
-        if role == "producer":
-            index = self.fabric.producer_index.get(name)
-            producer = self.fabric.producers[index] if index is not None else None
-            return producer.peer if producer is not None else None
-        return None
+        return None if holder is None or holder.routing_id == routing_id else holder
 
     # -- handlers -----------------------------------------------------------------------------
 
@@ -237,9 +235,6 @@ class Dispatcher:
         self._intake.submit(self._producer(peer), message, now)
         self._offers.intake_full = self._intake.full
 
-    def _on_result_ack(self, peer: Peer, message: Message, now: float) -> None:
-        self._intake.result_ack(self._producer(peer), message.fields["upto"])
-
     def _on_heartbeat(self, peer: Peer, message: Message, now: float) -> None:
         if peer.role == "worker":
             self._delivery.heartbeat(self._worker(peer), message.fields, now)
@@ -248,8 +243,9 @@ class Dispatcher:
         number, op = message.fields["id"], message.fields["op"]
         args = message.fields.get("args", {})
         try:
+            self.gate.asks(peer, op, args, now)
             if op == "expect" and peer.role == "producer":
-                value: Any = self._expect(self._producer(peer), args)
+                value: Any = self._intake.expect(self._producer(peer), args)
             else:
                 value = self._operations.request(op, args, now)
             answer = {"id": number, "ok": True, "value": value}
@@ -257,13 +253,6 @@ class Dispatcher:
             text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
             answer = {"id": number, "ok": False, "text": text}
         self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
-
-    @staticmethod
-    def _expect(producer: Producer, args: dict[str, Any]) -> None:
-        items = args.get("items")
-        if type(items) is not int or not 0 <= items < 2**53:
-            raise PeerError("malformed", "items must be a whole number")
-        producer.expected_items = items
 
     # -- going --------------------------------------------------------------------------------
 
@@ -273,10 +262,16 @@ class Dispatcher:
         if peer is not None:
             self._gone(peer, reason, now, "unreachable")
 
+    def turn_out(self, keys: set[str], now: float) -> None:
+        """These keys count no more: who came with them is told, and is gone."""
+        for peer in [p for p in self.peers.values() if p.key in keys]:
+            self._send(peer, Type.ERROR, {"code": KEY_REVOKED, "text": "this key was revoked"})
+            self._gone(peer, "its key was revoked", now)
+
     def _gone(self, peer: Peer, reason: str, now: float, kind: str = "left") -> None:
         self.peers.pop(peer.address, None)
         peer.state = GONE
-        holder = self._holder(peer.role, peer.name)
+        holder = self.gate.holder(peer.role, peer.name)
         if holder is not peer:
             return
         if peer.role == "worker":
@@ -454,6 +449,7 @@ class Dispatcher:
             "time": now + self.fabric.wall_offset_s,
             "state": "draining" if self.draining_since is not None else "running",
             "peers": len(self.peers),
+            "security": self.gate.view(),
             "recovery": self.recovery,
             **self.gauges,
         }
@@ -476,7 +472,3 @@ class Dispatcher:
 
     def _post(self, endpoint: str, routing_id: bytes, frames: list[bytes]) -> None:
         self.outgoing.append(Parcel(endpoint, routing_id, frames))
-
-
-def _is_hello(frames: Sequence[Frame]) -> bool:
-    return bool(frames) and len(frames[0]) > 3 and frames[0][3] == Type.HELLO

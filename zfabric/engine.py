@@ -103,6 +103,16 @@ class CacheStats:
     measured_by: MeasuredBy
 
 
+class Room:
+    """Said by an engine's iterator, once: it has begun all of its batch and could begin another.
+
+    What is left of the batch then comes from another thread, while run() is called for the next.
+    """
+
+
+ROOM = Room()
+
+
 class Engine(Protocol):
     """One model, loaded, that runs batches one after the other.
 
@@ -113,11 +123,12 @@ class Engine(Protocol):
     def load(self) -> None:
         """Make the model ready. Called once, before the first run()."""
 
-    def run(self, batch: Batch) -> Sequence[Result] | Iterator[tuple[int, Result]]:
+    def run(self, batch: Batch) -> Sequence[Result] | Iterator[tuple[int, Result] | Room]:
         """Run every item of `batch`.
 
         A sequence gives one result for each item, in order. An iterator gives (item's index in
-        the batch, result) as items finish, each index once; each pair is passed on at once.
+        the batch, result) as items finish, each index once; each pair is passed on at once. It may
+        give `ROOM` where batches can overlap.
         Raises OutOfMemory, EngineUnreachable, or anything else: an engine error, for which the
         items without a result are charged.
         """

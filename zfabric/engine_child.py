@@ -86,11 +86,11 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process is gone; always the last event of a run. `batch_id` is what it had in hand."""
+    """The process is gone; always the last event of a run. `batch_ids` are what it had in hand."""
 
     exitcode: int
     text: str
-    batch_id: int | None
+    batch_ids: tuple[int, ...]
 
 
 Event: TypeAlias = Loaded | Results | Failed | Stats | Exited
@@ -117,7 +117,9 @@ class EngineChild:
         self._decoder = unpacker()
         self._readable = False
         self._loaded = False
-        self._batch_id: int | None = None
+        # in hand, in order; whether the last of them has room beside it
+        self._batch_ids: list[int] = []
+        self._roomy = False
         self._fault = ""
         # Read while stopping, not yet asked for.
         self._backlog: list[Event] = []
@@ -129,13 +131,13 @@ class EngineChild:
 
     @property
     def idle(self) -> bool:
-        """Loaded, and no batch in hand: send() is allowed."""
-        return self.running and self._loaded and self._batch_id is None
+        """Loaded, and no batch in hand that leaves no room for another: send() is allowed."""
+        return self.running and self._loaded and (self._roomy or not self._batch_ids)
 
     @property
-    def batch_id(self) -> int | None:
-        """The batch in the child's hands."""
-        return self._batch_id
+    def busy(self) -> bool:
+        """Whether a batch is in the child's hands."""
+        return bool(self._batch_ids)
 
     @property
     def pid(self) -> int | None:
@@ -188,7 +190,7 @@ class EngineChild:
         self._process, self._channel, self._lifeline = process, ours, lifeline
         self._pidfd = _pidfd_of(process)
         self._decoder, self._readable = unpacker(), True
-        self._loaded, self._batch_id, self._fault = False, None, ""
+        self._loaded, self._batch_ids, self._fault = False, [], ""
         self._outgoing = queue.SimpleQueue()
         self._writer = threading.Thread(
             target=_write, args=(ours, self._outgoing), name=f"{self._name}-writer", daemon=True
@@ -202,7 +204,8 @@ class EngineChild:
         """
         if not self.idle:
             raise InvariantError(f"batch {batch_id} sent to an engine process that is not idle")
-        self._batch_id = batch_id
+        self._batch_ids.append(batch_id)
+        self._roomy = False
         self._outgoing.put(msgpack.packb(run_message(batch_id, batch)))
 
     def receive(self) -> list[Event]:
@@ -289,8 +292,11 @@ class EngineChild:
             return [Loaded(), _stats_event(message[1])]
         if kind == "failed":
             _, batch_id, failure, text = message
-            self._batch_id = None
+            self._over(batch_id)
             return [Failed(batch_id, failure, text)]
+        if kind == "room":
+            self._roomy = self._batch_ids[-1:] == [message[1]]
+            return []
         if kind != "results":
             raise ValueError(f"unknown message {kind!r:.100}")
         batch_id, indices, statuses, payloads, final = message[1:6]
@@ -298,15 +304,20 @@ class EngineChild:
         event = Results(batch_id, indices, results, final)
         if not final:
             return [event]
-        self._batch_id = None
+        self._over(batch_id)
         return [event, _stats_event(message[6])]
+
+    def _over(self, batch_id: int | None) -> None:
+        """A batch is no longer in hand; those that go on beside it had room already."""
+        self._roomy |= self._batch_ids[-1:] == [batch_id]
+        self._batch_ids = [each for each in self._batch_ids if each != batch_id]
 
     def _closed(self, exitcode: int) -> Exited:
         """Let go of everything that belonged to the ended process."""
         process, channel, lifeline = self._process, self._channel, self._lifeline
         if process is None or channel is None or lifeline is None or self._writer is None:
             raise InvariantError("an engine process ended that was not running")
-        event = Exited(exitcode, self._fault or _exit_text(exitcode), self._batch_id)
+        event = Exited(exitcode, self._fault or _exit_text(exitcode), tuple(self._batch_ids))
         self._outgoing.put(None)
         with contextlib.suppress(OSError):
             channel.shutdown(socket.SHUT_RDWR)  # ends a writer that is still in sendall()
@@ -318,7 +329,7 @@ class EngineChild:
         atexit.unregister(process.kill)
         process.close()
         self._process = self._channel = self._lifeline = self._pidfd = self._writer = None
-        self._readable, self._loaded, self._batch_id = False, False, None
+        self._readable, self._loaded, self._batch_ids = False, False, []
         return event
 
 

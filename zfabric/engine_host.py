@@ -40,8 +40,9 @@ from zfabric.engine import (
     EngineUnreachable,
     OutOfMemory,
     Result,
+    Room,
 )
-from zfabric.errors import FabricError
+from zfabric.errors import ConfigError, FabricError
 from zfabric.shapes import Shape
 
 # Payloads of all results in one message; a run that returns more is an engine error.
@@ -56,7 +57,7 @@ TEXT_BYTES_MAX = 4096
 EXIT_ORPHANED = 113
 EXIT_LOAD_FAILED = 1
 
-FailureKind: TypeAlias = Literal["out_of_memory", "unreachable", "error"]
+FailureKind: TypeAlias = Literal["out_of_memory", "unreachable", "config", "error"]
 
 
 def unpacker() -> msgpack.Unpacker:
@@ -85,24 +86,46 @@ def host(factory: EngineFactory, channel: socket.socket, lifeline: Connection) -
     """The child process: load the engine, then run batches until told to close."""
     _settle(channel, lifeline)
 
+    sending = threading.Lock()
+
     def send(*message: Any) -> None:
-        channel.sendall(msgpack.packb(message))
+        with sending:
+            channel.sendall(msgpack.packb(message))
 
     try:
         engine = factory()
         engine.load()
+    except ConfigError as error:
+        send("failed", None, "config", str(error)[:TEXT_BYTES_MAX])
+        sys.exit(EXIT_LOAD_FAILED)
     except Exception as error:  # noqa: BLE001 - an engine may raise anything; it is reported
         send("failed", None, _kind_of(error), _text_of(error))
         sys.exit(EXIT_LOAD_FAILED)
     send("loaded", _stats_of(engine))
+    rests: list[threading.Thread] = []
     for message in _messages(channel):
         if message[0] == "close":
             break
-        for answer in _answers(engine, *_batch_of(message)):
+        rests = [rest for rest in rests if rest.is_alive()]
+        answers = _answers(engine, *_batch_of(message))
+        for answer in answers:
             send(*answer)
+            if answer[0] == "room":
+                # What is left of this batch comes beside the next one.
+                rest = threading.Thread(target=_send_rest, args=(answers, send), daemon=True)
+                rests.append(rest)
+                rest.start()
+                break
+    for rest in rests:
+        rest.join()
     close: Callable[[], None] | None = getattr(engine, "close", None)
     if close is not None:
         close()
+
+
+def _send_rest(answers: Iterator[tuple[Any, ...]], send: Callable[..., None]) -> None:
+    for answer in answers:
+        send(*answer)
 
 
 def _settle(channel: socket.socket, lifeline: Connection) -> None:
@@ -143,7 +166,11 @@ def _answers(engine: Engine, batch_id: int, batch: Batch) -> Iterator[tuple[Any,
     try:
         returned = engine.run(batch)
         if isinstance(returned, Iterator):
-            for index, result in _checked_pairs(returned, len(batch)):
+            for given in _checked_pairs(returned, len(batch)):
+                if isinstance(given, Room):
+                    yield "room", batch_id
+                    continue
+                index, result = given
                 yield "results", batch_id, (index,), (result.status,), (result.payload,), False
             results: Sequence[Result] = ()
         else:
@@ -168,9 +195,16 @@ def _checked_whole(returned: object, items: int) -> Sequence[Result]:
     return returned
 
 
-def _checked_pairs(returned: Iterable[object], items: int) -> Iterator[tuple[int, Result]]:
+def _checked_pairs(returned: Iterable[object], items: int) -> Iterator[tuple[int, Result] | Room]:
     seen: set[int] = set()
+    rooms = 0
     for pair in returned:
+        if isinstance(pair, Room):
+            rooms += 1
+            if rooms > 1:
+                raise _EngineFault("run() gave ROOM twice")
+            yield pair
+            continue
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise _EngineFault(f"run() gave {_type_name(pair)}, not a pair (index, Result)")
         index, result = pair

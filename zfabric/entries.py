@@ -20,6 +20,8 @@ from zfabric.segment import Header
 ALIGN = 8
 ENTRY = struct.Struct("<IIIIQQQQIHBB")
 _CRCS = struct.Struct("<II")
+_WHOLE = struct.Struct("<IIIIQQQQIHBBII")
+_HEAD_BYTES = ENTRY.size
 ENTRY_HEADER_BYTES = ENTRY.size + _CRCS.size
 ENTRY_MAGIC = 0x5AE17B0D
 _MAGIC_BYTES = struct.pack("<I", ENTRY_MAGIC)
@@ -202,9 +204,9 @@ def pack_entry(
 class Run(NamedTuple):
     """Neighbouring entries as columns of equal length; payloads are views of what was read."""
 
-    owners: list[int]
-    numbers: list[int]
-    targets: list[int]
+    owners: Sequence[int]
+    numbers: Sequence[int]
+    targets: Sequence[int]
     tags: bytes
     payloads: Sequence[bytes | memoryview]
 
@@ -214,44 +216,35 @@ def unpack_run(nonce: int, offsets: Sequence[int], block: bytes) -> Run:
 
     Raises StorageError, naming the offset, where one is damaged.
     """
-    owners: list[int] = []
-    numbers: list[int] = []
-    targets: list[int] = []
-    tags = bytearray()
-    payloads: list[memoryview] = []
-    view, base, crc32 = memoryview(block), offsets[0], zlib.crc32
-    unpack, seed_of, crcs_of, head_bytes = ENTRY.unpack, _SEED.pack, _CRCS.unpack, ENTRY.size
+    rows: list[tuple[int, int, int, int, bytes | memoryview]] = []
+    view, base, end = memoryview(block), offsets[0], len(block)
+    unpack, seed_of, crc32 = _WHOLE.unpack_from, _SEED.pack, zlib.crc32
     xxh3 = xxhash.xxh3_64_intdigest
     for offset in offsets:
         start = offset - base
         begin = start + ENTRY_HEADER_BYTES
-        head, crcs = view[start : start + head_bytes], view[start + head_bytes : begin]
-        if len(crcs) == _CRCS.size:
-            magic, _, size, owner, number, _, _, _, target, _, tag, kind = unpack(head)
+        if begin <= end:
+            magic, _, size, owner, number, _, _, _, target, _, tag, kind, head_crc, told = unpack(
+                block, start
+            )
             payload = view[begin : begin + size]
             seed = crc32(seed_of(nonce, offset))
             if (
                 magic == ENTRY_MAGIC
                 and kind == XXH3_KIND
-                and len(payload) == size
-                and crcs_of(crcs) == (crc32(head, seed), xxh3(payload, seed) & _LOW_HALF)
+                and begin + size <= end
+                and head_crc == crc32(view[start : start + _HEAD_BYTES], seed)
+                and told == xxh3(payload, seed) & _LOW_HALF
             ):
-                owners.append(owner)
-                numbers.append(number)
-                targets.append(target)
-                tags.append(tag)
-                payloads.append(payload)
+                rows.append((owner, number, target, tag, payload))
                 continue
         try:
             entry = read_entry(nonce, offset, block, start=start)
             whole = payload_of(nonce, entry, block, start=start)
         except StorageError as error:
             raise StorageError(f"the entry at {offset}: {error}") from None
-        owners.append(entry.owner)
-        numbers.append(entry.number)
-        targets.append(entry.target)
-        tags.append(entry.tag)
-        payloads.append(memoryview(whole))
+        rows.append((entry.owner, entry.number, entry.target, entry.tag, whole))
+    owners, numbers, targets, tags, payloads = zip(*rows, strict=True)
     return Run(owners, numbers, targets, bytes(tags), payloads)
 
 

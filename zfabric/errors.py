@@ -27,6 +27,10 @@ class Backpressure(FabricError):
     """The broker or the client is full and the caller asked not to wait (or waited too long)."""
 
 
+class NotAllowed(FabricError):
+    """The broker refuses this key, this name to its user, or what its role asks for."""
+
+
 class ProtocolError(FabricError):
     """The other side sent something that the protocol does not allow."""
 

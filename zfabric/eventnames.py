@@ -22,6 +22,7 @@ class Known(NamedTuple):
 
 
 EVENTS = {
+    "access_refused": Known(WARNING, "somebody's key, or what it asked for, was refused"),
     "broker_late": Known(WARNING, "the machine or a signal stopped the broker; deadlines moved"),
     "dead_dropped": Known(INFO, "an operator forgot dead items for good"),
     "dead_requeued": Known(INFO, "an operator sent dead items round once more"),
@@ -30,6 +31,8 @@ EVENTS = {
     "engine_exit": Known(WARNING, "an engine's process ended; what it started is charged"),
     "item_dead": Known(WARNING, "an item used up its attempts; see `zfabric dead ls`"),
     "item_quarantined": Known(WARNING, "an item was damaged on disk and is set aside"),
+    "keys_reloaded": Known(INFO, "the list of keys has changed and counts"),
+    "keys_unreadable": Known(WARNING, "the list of keys cannot be read: the former one counts"),
     "lease_expired": Known(WARNING, "a worker was silent with work in hand; it is retried"),
     "model_paused": Known(INFO, "an operator stopped the batches of a model"),
     "model_resumed": Known(INFO, "an operator let the batches of a model go on"),

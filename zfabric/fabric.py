@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from zfabric.claims import Claims
 from zfabric.config import BrokerConfig
 from zfabric.deadletters import DeadLetters, DeadRecord
 from zfabric.diagnosis import Diagnosis
@@ -40,8 +41,7 @@ IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
 # Items of a lane in a message from which columns of them cost less than one by one.
 RUN_PAYS_ITEMS = 3
-PRODUCERS_MAX = 100_000
-MODELS_MAX = 4_096
+PRODUCERS_MAX, MODELS_MAX = 100_000, 4_096
 
 
 class Fabric:
@@ -58,6 +58,7 @@ class Fabric:
         self.producers: list[Producer | None] = []
         self.producer_index: dict[str, int] = {}
         self.workers: dict[str, Worker] = {}
+        self.claims = Claims(store.backing.record)
         self.flow = Flow()
         self.waste = Waste()
         self.dead = DeadLetters(store.backing)
@@ -182,6 +183,7 @@ class Fabric:
         self.producers[producer.index] = None
         self.store.backing.record(t="forget", i=producer.index)
         self.producer_index.pop(producer.name, None)
+        self.claims.drop("producer", producer.name)
         self.unsent.discard(producer.index)
 
     def room_bytes(self) -> int:
@@ -193,10 +195,6 @@ class Fabric:
         limit = self.config.max_bytes
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
         return limit - unread - self.store.memory_bytes
-
-    def held_bytes(self) -> int:
-        """Payload bytes in memory: items of a memory store, results, dead records."""
-        return self.store.memory_bytes + self.outbox_bytes + self.dead.payload_bytes
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -283,8 +281,11 @@ class Fabric:
             rows.setdefault(queue.group, []).append((queue.lane, items, tokens))
         for number, lanes in rows.items():
             group = self.groups[number]
-            # An arrival never finds its lane quiescing: such a lane takes no new items.
             group.order.added_rows(lanes, now)
+            if group.lanes is not None and group.lanes.any_quiescing:
+                # They take no new items, but a full disk may have held up what they took before.
+                for lane in filter(group.lanes.is_quiescing, [row[0] for row in lanes]):
+                    group.order.quiesce(lane)
             _, items_of, tokens_of = zip(*lanes, strict=True)
             self.flow.accept(sum(items_of), sum(tokens_of))
             self._readied(group, sum(items_of), sum(tokens_of), now)

@@ -85,6 +85,14 @@ class Intake:
             "producer_lost", f"{producer.name}: {reason}", now, producer=producer.name
         )
 
+    def expect(self, producer: Producer, args: dict[str, Any]) -> int:
+        """How many items it means to submit altogether, for those who watch. Raises PeerError."""
+        items = args.get("items")
+        if type(items) is not int or not 0 <= items < 2**53:
+            raise PeerError("malformed", "items must be a whole number")
+        producer.expected_items = items
+        return items
+
     # -- submitting ---------------------------------------------------------------------------
 
     def shape(self, peer: Peer, fields: dict[str, Any]) -> None:

@@ -328,6 +328,11 @@ class Lanes:
         self._outstanding[lane_id] = outstanding
         self._touched[lane_id] = now
 
+    @property
+    def any_quiescing(self) -> bool:
+        """Whether a lane waits for its last items."""
+        return bool(self._quiescing)
+
     def is_quiescing(self, lane_id: int) -> bool:
         """Whether the lane left the search list and waits for its last items."""
         return lane_id in self._quiescing

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import zmq
 
 from zfabric.errors import PeerError
+from zfabric.keys import ClientKey
 from zfabric.session import News, Session
-from zfabric.transport import connect_dealer
+from zfabric.transport import Handshakes, Trouble, connect_watched
 
 # A thread that was this much later than it meant to be was stopped; the broker is not to blame.
 LATE_S = 1.0
@@ -25,6 +26,8 @@ LATE_S = 1.0
 TICK_S = 0.5
 # Messages taken in one turn, so that heartbeats are sent whatever comes in.
 RECEIVE_MESSAGES_MAX = 256
+# The code of what a link that is not patient says where nothing listens.
+UNREACHED = "unreached"
 # How long a farewell may take to leave.
 FAREWELL_MS = 500
 
@@ -39,9 +42,16 @@ class Link:
         lock: threading.RLock,
         on_news: Callable[[News], None],
         on_end: Callable[[], None],
+        key: ClientKey | None = None,
+        *,
+        patient: bool = True,
     ) -> None:
         self.address = address
         self.reconnects = 0
+        # what speaks against a connection, where something does
+        self.trouble: Trouble | None = None
+        self._key = key
+        self._patient = patient
         self._session = session
         self._lock = lock
         self._on_news = on_news
@@ -76,14 +86,17 @@ class Link:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = connect_dealer(context, self.address)
+        socket, handshakes = connect_watched(context, self.address, self._key)
         with self._lock:
             self._session.open(time.monotonic())
         try:
             while not self._closing:
-                if self._step(socket):
+                again = self._step(socket)
+                self._judge(handshakes)
+                if again:
+                    handshakes.close()
                     socket.close(0)
-                    socket = connect_dealer(context, self.address)
+                    socket, handshakes = connect_watched(context, self.address, self._key)
                     with self._lock:
                         self.reconnects += 1
                         self._session.open(time.monotonic())
@@ -91,11 +104,23 @@ class Link:
                 self._session.leave()
                 self._send(socket)
         finally:
+            handshakes.close()
             socket.close(FAREWELL_MS)
             context.term()
             self._on_end()
             self._wake_r.close()
             self._wake_w.close()
+
+    def _judge(self, handshakes: Handshakes) -> None:
+        """Give up a connection that no further attempt can make."""
+        with self._lock:
+            self.trouble = None
+            if self._session.state == "greeting":
+                self.trouble = handshakes.trouble(self._key)
+            if handshakes.unreached and not (self._patient or self._session.welcome):
+                self._on_news(News(fatal=(UNREACHED, "nothing listens there")))
+            if self.trouble is not None and self.trouble.code is not None:
+                self._on_news(News(fatal=(self.trouble.code, self.trouble.text)))
 
     def _step(self, socket: zmq.Socket[bytes]) -> bool:
         """One turn; returns whether a new socket is needed."""

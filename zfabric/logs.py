@@ -3,19 +3,24 @@
 One event is one line with the time (UTC), the level, the stable name (see `eventnames`), the text
 and its fields. A reader that does not keep up must not hold up the broker: lines wait in a bounded
 queue and a thread writes them; what does not fit is dropped, and how many is said with the next.
+A file is opened anew when it was moved away or removed, so that it can be rotated without a signal;
+to copy and truncate it works as well, since lines are appended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
+from zfabric.errors import ConfigError
 from zfabric.eventnames import level_of
 
 # Lines that may wait for the writer.
@@ -41,9 +46,9 @@ def json_line(event: Mapping[str, Any]) -> str:
 
 def text_line(event: Mapping[str, Any]) -> str:
     """One line for people: time, level, name, text; nothing in it that a terminal would obey."""
-    clean = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in event["text"])
     name = event["event"]
-    return f"{_clock(event['time'])} {level_of(name):<7} {name:<18} {clean}"
+    line = f"{_clock(event['time'])} {level_of(name):<7} {name:<18} {event['text']}"
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in line)
 
 
 def _clock(time_s: float) -> str:
@@ -51,12 +56,62 @@ def _clock(time_s: float) -> str:
     return f"{whole}.{int(time_s % 1 * 1000):03d}Z"
 
 
-class EventLog:
-    """Writes events in a thread of its own; `write` never blocks."""
+class Lines(Protocol):
+    """What takes lines: standard error, or a LogFile."""
 
-    def __init__(self, form: str, stream: TextIO | None = None) -> None:
+    def write(self, text: str, /) -> object:
+        """Take a text."""
+        ...
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+        ...
+
+
+class LogFile:
+    """A file that lines are appended to, mode 0640 where it is made. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._stream = self._open()
+        except OSError as error:
+            raise ConfigError(f"cannot write the log {path}: {error.strerror}") from None
+
+    def _open(self) -> TextIO:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.fdopen(os.open(self._path, flags, 0o640), "w", encoding="utf-8")
+
+    def write(self, text: str, /) -> None:
+        """Append a text, to the file that has the name now."""
+        own = os.fstat(self._stream.fileno())
+        try:
+            named = self._path.stat()
+            moved = (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino)
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            fresh = self._open()
+            self._stream.close()
+            self._stream = fresh
+        self._stream.write(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """No more will come; what the disk did not take is lost."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+
+
+class EventLog:
+    """Writes events in a thread of its own; `write` never blocks. Raises as LogFile."""
+
+    def __init__(self, form: str, where: Lines | Path | None = None) -> None:
         self._line = json_line if form == "json" else text_line
-        self._stream = stream or sys.stderr
+        self._stream: Lines = LogFile(where) if isinstance(where, Path) else where or sys.stderr
         self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
         self._thread = threading.Thread(target=self._run, name="zfabric-log", daemon=True)
         self._thread.start()
@@ -81,11 +136,16 @@ class EventLog:
                 self._stream.write(text + "\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                # Whoever read it is gone. What comes fills the queue and is counted as dropped.
-                return
+                # Whoever read it is gone: what comes fills the queue and is counted as dropped. A
+                # file that takes nothing now may take the next line.
+                if not isinstance(self._stream, LogFile):
+                    return
+                self.dropped += 1
 
     def close(self) -> None:
         """Write what waits, and end; a reader that sleeps is not waited for."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
+        if isinstance(self._stream, LogFile) and not self._thread.is_alive():
+            self._stream.close()

@@ -38,6 +38,7 @@ COUNTERS = (
     ("redeliveries", "redeliveries_total", "Items made ready again after they were handed out."),
     ("duplicates", "duplicates_total", "Results for items that had one."),
     ("syncs", "syncs_total", "Syncs of the store."),
+    ("messages", "messages_total", "Messages that came from producers, operators and workers."),
 )
 GAUGES = (
     ("items_ready", "ready_items", "Items that wait."),
@@ -88,6 +89,8 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _of_the_store(status)
     if "dispatch_slice_buckets" in status:
         yield _slices(status)
+    users = status["security"]["users"]
+    yield GaugeMetricFamily("zfabric_key_users", "Users with a key; 0 is without.", value=users)
     yield InfoMetricFamily("zfabric_build", "The release.", value={"version": status["release"]})
 
 
@@ -113,7 +116,12 @@ def _by_cause(status: Status) -> Iterator[Metric]:
     # A counter that appears with its first event has no rate for it.
     for name in sorted({*EVENTS, *status["events_total"]}):
         events.add_metric([name, level_of(name)], status["events_total"].get(name, 0))
-    yield from (padding, lanes, left, events)
+    refused = CounterMetricFamily(
+        "zfabric_access_refused", "Keys, names and requests that were refused.", labels=["reason"]
+    )
+    for reason, number in status["security"]["refusals"].items():
+        refused.add_metric([reason], number)
+    yield from (padding, lanes, left, events, refused)
 
 
 def _by_model(status: Status) -> Iterator[Metric]:

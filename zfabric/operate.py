@@ -115,6 +115,7 @@ class Operations:
                 f"are retried when its lease ends ({self._fabric.config.lease_s:g} s)",
             )
         del self._fabric.workers[worker.name]
+        self._fabric.claims.drop("worker", worker.name)
         self._fabric.event("worker_forgotten", worker.name, now, worker=worker.name)
         return {"name": worker.name}
 

@@ -114,6 +114,14 @@ class OsFiles:
         """Whether there is anything of this name."""
         return path.exists()
 
+    def check_directory(self, path: Path) -> None:
+        """Raises StorageError where there is something of this name that is no directory."""
+        if os.path.lexists(path) and not path.is_dir():
+            raise StorageError(
+                f"{path} is no directory, and the broker keeps files there: move it away, or give "
+                "the broker another directory"
+            )
+
     def file_bytes(self, path: Path) -> int | None:
         """Bytes of a file, None where it is no plain file."""
         with named(path):

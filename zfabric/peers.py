@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from zfabric.outbox import Outbox
 from zfabric.pending import Batch, BatchId
@@ -17,6 +17,14 @@ from zfabric.shapes import Contract, Shape
 
 # Enough points for the last ten seconds of cache counters at one heartbeat a second.
 CACHE_POINTS = 12
+
+
+class Parcel(NamedTuple):
+    """Frames for one peer."""
+
+    endpoint: str
+    routing_id: bytes
+    frames: list[bytes]
 
 
 @dataclass(slots=True)
@@ -30,6 +38,8 @@ class Peer:
     instance: int
     epoch: int
     heard_s: float
+    # public half of the key that its HELLO came with; None where no keys are asked for
+    key: str | None = None
     state: str = LIVE
     # SHAPE ids of this connection: the shape, or the code of why it was refused
     shapes: dict[int, Shape | str] = field(default_factory=dict)

@@ -125,10 +125,12 @@ def _integer(low: int, high: int) -> Check:
     return check
 
 
-def _text(bytes_max: int, *, empty: bool = False) -> Check:
+def _text(bytes_max: int, *, empty: bool = False, plain: bool = False) -> Check:
     def check(name: str, value: Any) -> None:
         if type(value) is not str or (not value and not empty) or len(value.encode()) > bytes_max:
             _fail(name, f"text of at most {bytes_max} bytes", value)
+        if plain and not value.isprintable():
+            _fail(name, "text without control characters", value)
 
     return check
 
@@ -186,7 +188,7 @@ def _batch_ids(name: str, value: Any) -> None:
 _u31 = _integer(0, 2**31 - 1)
 _u63 = _integer(0, 2**63 - 1)
 _u64 = _integer(0, 2**64 - 1)
-_name = _text(255)
+_name = _text(255, plain=True)
 _remark = _text(8192, empty=True)
 
 
@@ -271,6 +273,7 @@ FROM_BROKER: dict[Type, Spec] = {
             "heartbeat_s": _anything,
             "lease_s": _anything,
             "release": _text(64),
+            "role": _text(16),
         },
     ),
     Type.ACCEPTED: Spec({"upto": _u63}, {"code": _text(64), "text": _remark, "from": _u63}),

@@ -49,6 +49,10 @@ class Publishing:
         elif change[:1] == b"\x00":
             self._topics.discard(change[1:])
 
+    def nobody_watches(self) -> None:
+        """The socket is a new one: whoever comes again says what it wants."""
+        self._topics.clear()
+
     @property
     def next_s(self) -> float | None:
         """When something is due; None while nobody watches."""

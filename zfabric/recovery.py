@@ -60,10 +60,13 @@ def open_backing(
     fails, NewerFormat where a later release wrote it.
     """
     started = time.monotonic()
+    files.check_directory(root)
     files.make_directory(root)
     lock = files.lock(root / LOCK)
     backing: FileBacking | None = None
     try:
+        for part in (SEGMENTS, OUTBOX, QUARANTINE):
+            files.check_directory(root / part)
         # What a killed broker wrote may rest in memory only; nothing is concluded from that.
         files.sync_all()
         recovery = _Recovery(root, files, rebuild=rebuild)
@@ -215,7 +218,7 @@ class _Recovery:
 
     def _plan(self, file: Scanned, entries: SegmentFile) -> None:
         """What is to be done to one file."""
-        if file.set_aside and not file.places and file.size <= HEADER_BYTES:
+        if file.set_aside and not file.places and file.size == HEADER_BYTES:
             file.set_aside, file.remove = False, True
         if file.set_aside:
             if not file.places and file.size <= file.header.data_offset:

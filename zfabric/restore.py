@@ -38,6 +38,7 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     """Enter `found` into an empty fabric whose store rests on `backing`."""
     known = backing.catalog
     fabric.restored(known.next_producer, known.next_dead, known.retries)
+    fabric.claims.restore(known.claims)
     graves = Counter(record["producer"] for record in known.dead.values())
     for producer in found.producers.values():
         _restore_producer(fabric, producer, graves[producer.name], now)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from zfabric.access import REFUSAL_CODES
 from zfabric.outbox import error_payload
 from zfabric.outgoing import MESSAGE_ITEMS, Backlog, Outgoing
 from zfabric.protocol import (
@@ -56,7 +57,7 @@ SHAPES_DECLARED_MAX = 8 * MESSAGE_ITEMS
 # Refusals that end when results are acknowledged.
 ROOM_CODES = frozenset({"busy", "outbox_full"})
 # Errors that another attempt cannot cure.
-FATAL_CODES = frozenset({"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"})
+FATAL_CODES = REFUSAL_CODES | {"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"}
 
 
 @dataclass(slots=True, frozen=True)

@@ -68,7 +68,7 @@ def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str,
         "redeliveries_total": flow.redeliveries,
         "duplicates_total": flow.duplicates,
         "oldest_item_age_s": _age(min(found.oldest_s.values(), default=None), now),
-        "held_bytes": fabric.held_bytes(),
+        "held_bytes": held_bytes(fabric),
         "held_bytes_limit": fabric.config.max_bytes,
         "storage": storage(fabric, now),
         "outbox_items": sum(len(p.outbox) for p in fabric.producers if p is not None),
@@ -89,6 +89,11 @@ def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str,
         "durability": fabric.store.durability,
         "release": zfabric.__version__,
     }
+
+
+def held_bytes(fabric: Fabric) -> int:
+    """Payload bytes in memory: items of a memory store, results, dead records."""
+    return fabric.store.memory_bytes + fabric.outbox_bytes + fabric.dead.payload_bytes
 
 
 def recovery(found: Recovered) -> dict[str, Any]:

@@ -8,8 +8,9 @@ the conversation is in `worker_session`, the process itself in `engine_child`. D
 an engine's failure means for the batch it had, when a new engine is started, and how a worker
 leaves. An engine that blocks, dies or holds the interpreter never delays this loop.
 
-One batch runs in the engine, the others that the window allows are ready in memory. The workers'
-port is asked of the broker before every connection, since it may change. Times are seconds.
+One batch runs in the engine, or more where the engine says that it has room beside it; the others
+that the window allows are ready in memory. The workers' port is asked of the broker before every
+connection, since it may change. Times are seconds.
 """
 
 from __future__ import annotations
@@ -21,34 +22,36 @@ import os
 import secrets
 import socket as sockets
 import time
-from typing import Any
 
 import zmq
 
+from zfabric.access import REASONS
 from zfabric.addresses import format_address, parse_address
 from zfabric.config import ClientConfig
-from zfabric.engine import CacheStats, EngineFactory
+from zfabric.connection import Key, server_key
+from zfabric.engine import EngineFactory
 from zfabric.engine_child import EngineChild, Exited, Failed, Loaded, Results
+from zfabric.enginecare import Backoff, CacheCount
 from zfabric.errors import (
     ConfigError,
     ConnectError,
     FabricError,
     InvariantError,
     NameInUse,
+    NotAllowed,
     PeerError,
     ProtocolError,
     VersionMismatch,
 )
+from zfabric.keys import client_key
 from zfabric.protocol import WINDOW_MAX
 from zfabric.session import News as PortNews
 from zfabric.session import Session
 from zfabric.shapes import Contract, check_name
-from zfabric.transport import connect_dealer
+from zfabric.transport import Handshakes, connect_watched
 from zfabric.worker_session import LIVE, News, WorkerSession
 from zfabric.worklog import say
 
-# An engine that died, or that cannot be reached, is tried again after this long, then twice that.
-BACKOFF_S, BACKOFF_MAX_S = 0.5, 30.0
 # Loads that fail in a row before the worker gives up: by then 7.5 s and five loads have gone by.
 FAILED_LOADS_MAX = 5
 # Longest wait of one turn.
@@ -62,59 +65,6 @@ LEAVE_S = 10.0
 # Time for an engine to close by itself.
 ENGINE_CLOSE_S = 5.0
 
-RETURN_KIND = {
-    "out_of_memory": "out_of_memory",
-    "error": "engine_error",
-    "unreachable": "unreachable",
-}
-
-
-class Backoff:
-    """Waits that double, from the first one again after a success."""
-
-    def __init__(self, first_s: float = BACKOFF_S, longest_s: float = BACKOFF_MAX_S) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
-        self._next_s = first_s
-
-    def take(self) -> float:
-        """How long to wait now."""
-        wait_s = self._next_s
-        self._next_s = min(2 * wait_s, self._longest_s)
-        return wait_s
-
-    def reset(self) -> None:
-        """It worked."""
-        self._next_s = self._first_s
-
-
-class CacheCount:
-    """Cache counters over all engines of this worker; each engine begins again at 0."""
-
-    def __init__(self) -> None:
-        self._before = (0, 0)
-        self._now: CacheStats | None = None
-
-    def begin(self) -> None:
-        """A new engine counts from here on."""
-        if self._now is not None:
-            queries, hits = self._before
-            self._before = (queries + self._now.queries_tokens, hits + self._now.hits_tokens)
-        self._now = None
-
-    def note(self, stats: CacheStats | None) -> None:
-        """What the engine of now says."""
-        self._now = stats
-
-    def fields(self) -> dict[str, Any]:
-        """For the broker; empty where the engine does not measure."""
-        if self._now is None:
-            return {}
-        return {
-            "queries_tokens": self._before[0] + self._now.queries_tokens,
-            "hits_tokens": self._before[1] + self._now.hits_tokens,
-            "measured_by": self._now.measured_by,
-        }
-
 
 class Worker:
     """Serves one model with one engine until it is stopped.
@@ -122,8 +72,9 @@ class Worker:
     `factory` makes the engine in its own process: a class or function of a module, or a
     functools.partial of one. `broker` is the producers' address (ZFABRIC_BROKER, or the default).
     `timeout_s` bounds the wait for the first answer of a broker, and the wait for a name that
-    another worker holds; a connection that is lost later is sought for ever. Raises ConfigError
-    for arguments out of range.
+    another worker holds; a connection that is lost later is sought for ever. `key` is the file of
+    the key to connect with (ZFABRIC_KEY), and then the workers' port is `broker_port`, or the one
+    behind the address's. Raises ConfigError for arguments out of range.
     """
 
     def __init__(
@@ -138,10 +89,15 @@ class Worker:
         engine: str = "custom",
         simulated: bool = False,
         timeout_s: float = 10.0,
+        key: Key = None,
+        broker_port: int | None = None,
     ) -> None:
         told = broker or os.environ.get("ZFABRIC_BROKER") or ClientConfig().broker
         self._host, port = parse_address(told)
         self.address = format_address(self._host, port)
+        self._key = client_key(key or os.environ.get("ZFABRIC_KEY") or None, server_key())
+        # A worker's key may not ask where the workers' port is.
+        self._port = broker_port or (port + 1 if self._key is not None else None)
         self.name = check_name(name or f"{sockets.gethostname()}-{os.getpid()}", "worker name")
         self._say = functools.partial(say, logging.getLogger(__name__), worker=self.name)
         check_name(model, "model name")
@@ -160,9 +116,7 @@ class Worker:
         )
         # The engine.
         self._child = EngineChild(factory, f"engine-{self.name}"[:60])
-        self._loaded = False
-        self._load_error = ""
-        self._failed_loads = 0
+        self._loaded, self._load_error, self._failed_loads = False, "", 0
         self._restarts, self._pauses = Backoff(), Backoff()
         self._restart_at: float | None = None
         self._resume_at: float | None = None
@@ -170,6 +124,7 @@ class Worker:
         # The connection.
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._link: zmq.Socket[bytes] | None = None
+        self._handshakes: Handshakes | None = None
         self._asking: Session | None = None
         self._met = False
         self._refusal: tuple[float, str, str] | None = None
@@ -177,9 +132,7 @@ class Worker:
         self._said: tuple[str, str] | None = None
         self._workers_at: str | None = None
         # The loop.
-        self._began_s = 0.0
-        self._woke_s = 0.0
-        self._waited_s = 0.0
+        self._began_s = self._woke_s = self._waited_s = 0.0
         # How often the end was asked for, and by when a worker that leaves has to be gone.
         self._stops = 0
         self._leave_by: float | None = None
@@ -208,7 +161,7 @@ class Worker:
             return "loading"
         if self._resume_at is not None:
             return "unreachable"
-        return "running" if self._child.batch_id is not None else "idle"
+        return "running" if self._child.busy else "idle"
 
     def stop(self, drain: bool = True) -> None:
         """Ask for the end; safe from any thread and from a signal handler, and it does not wait.
@@ -228,9 +181,9 @@ class Worker:
     def run(self) -> None:
         """Serve until `stop`; blocks. Once per Worker.
 
-        Raises ConnectError or NameInUse after `timeout_s`, ConfigError for a contract that the
-        broker refuses or a factory that cannot be sent to a process, VersionMismatch, and
-        FabricError when the engine fails to load time and again.
+        Raises NotAllowed where its key is refused, ConnectError or NameInUse after `timeout_s`,
+        ConfigError for a contract that the broker refuses or a factory that cannot be sent to a
+        process, VersionMismatch, and FabricError when the engine fails to load time and again.
         """
         if self._context is not None:
             raise InvariantError("a Worker runs once; make another one")
@@ -305,6 +258,14 @@ class Worker:
 
     def _unanswered(self) -> str:
         """Where an answer was sought, and none came in time."""
+        trouble = self._handshakes.trouble(self._key) if self._handshakes is not None else None
+        if trouble is not None:
+            return f"{self._workers_at or self.address}: {trouble.text}"
+        if self._port is not None:
+            return (
+                f"no broker answered at its port for workers {self._workers_at} within "
+                f"{self._timeout_s:g} s; --broker-port names another port"
+            )
         if self._workers_at is not None:
             return (
                 f"the broker at {self.address} answered, its port for workers {self._workers_at} "
@@ -332,15 +293,21 @@ class Worker:
         if self._context is None:
             raise InvariantError("the worker does not run")
         self._hang_up()
-        self._link = connect_dealer(self._context, address)
+        self._link, self._handshakes = connect_watched(self._context, address, self._key)
 
     def _hang_up(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
         if self._link is not None:
             self._link.close()
             self._link = None
 
     def _dial(self, now: float) -> None:
-        """Ask the broker, as an operator, where its workers connect."""
+        """Ask the broker, as an operator, where its workers connect; or go there."""
+        if self._port is not None:
+            self._connect_workers(self._port, now)
+            return
         self._connect(self.address)
         self._asking = Session(self.name, secrets.randbits(64), "operator")
         self._asking.open(now)
@@ -376,6 +343,9 @@ class Worker:
         asking.leave("found the workers' port")
         self._flush()
         self._asking = None
+        self._connect_workers(port, now)
+
+    def _connect_workers(self, port: int, now: float) -> None:
         self._workers_at = format_address(self._host, port)
         self._connect(self._workers_at)
         self._session.open(now)
@@ -400,11 +370,18 @@ class Worker:
         said = f"the broker at {self.address} refuses {self.name}: {code}: {text}"
         if code == "version_mismatch":
             raise VersionMismatch(said)
+        if code in REASONS:
+            raise NotAllowed(said)
         if code in ("bad_contract", "input_max_differs"):
             raise ConfigError(said)
         raise ProtocolError(said)
 
     def _tell(self, now: float) -> None:
+        greeted = self._asking is None and self.connected
+        if self._handshakes is not None and not greeted:
+            trouble = self._handshakes.trouble(self._key)
+            if trouble is not None and trouble.code is not None:
+                self._give_up(trouble.code, trouble.text)
         serving = self._loaded and self._resume_at is None
         stats = {"state": self.state, "pid": self._child.pid, **self._cache.fields()}
         self._session.serve(serving, stats)
@@ -462,17 +439,21 @@ class Worker:
 
     def _on_failed(self, failed: Failed, now: float) -> None:
         if failed.batch_id is None:
+            if failed.kind == "config":
+                # Another load would find the same.
+                raise ConfigError(f"the engine of {self.name} cannot be loaded: {failed.text}")
             self._load_error = failed.text
             return
         self._say("batch_failed", f"a batch failed: {failed.kind}: {failed.text}", kind=failed.kind)
-        self._session.give_back(failed.batch_id, RETURN_KIND[failed.kind], failed.text)
+        kind = "engine_error" if failed.kind == "error" else failed.kind
+        self._session.give_back(failed.batch_id, kind, failed.text)
         if failed.kind == "unreachable":
             self._resume_at = now + self._pauses.take()
 
     def _on_exit(self, exited: Exited, now: float) -> None:
         self._say("engine_exited", f"the engine {exited.text}")
-        if exited.batch_id is not None:
-            self._session.give_back(exited.batch_id, "engine_exit", exited.text)
+        for batch_id in exited.batch_ids:
+            self._session.give_back(batch_id, "engine_exit", exited.text)
         if not self._loaded:
             self._failed_loads += 1
             text = self._load_error or f"it {exited.text} while loading"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zfabric.access import REFUSAL_CODES
 from zfabric.engine import Batch, Result
 from zfabric.holding import FINISHED, READY, RETURNED, RUNNING, Held, Placed, cut, take
 from zfabric.protocol import (
@@ -337,7 +338,7 @@ class WorkerSession:
 
     def _on_error(self, code: str, text: str, news: News, now: float) -> None:
         news.errors.append((code, text))
-        if code == "version_mismatch":
+        if code == "version_mismatch" or code in REFUSAL_CODES:
             news.fatal = (code, text)
         elif self.state == GREETING:
             if code in PASSING_CODES:

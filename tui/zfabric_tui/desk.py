@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from zfabric.addresses import format_address, parse_address
 from zfabric.client import Client
+from zfabric.connection import Key
 
 # Roles of keys that may look and not order, and the code of a refusal for want of a right.
 LOOKING_ROLES = ("monitor",)
@@ -36,14 +37,15 @@ class Desk(Protocol):
 class BrokerDesk:
     """A desk at a broker's address."""
 
-    def __init__(self, broker: str, timeout_s: float) -> None:
+    def __init__(self, broker: str, timeout_s: float, key: Key = None) -> None:
         self._broker = broker
+        self._key = key
         self._timeout_s = timeout_s
         self.role: str | None = None
 
     def ask(self, op: str, **args: Any) -> Any:
         """See Desk."""
-        client = Client(self._broker, role="operator", timeout_s=self._timeout_s)
+        client = Client(self._broker, role="operator", timeout_s=self._timeout_s, key=self._key)
         try:
             self.role = client.welcome.get("role")
             return client.request(op, self._timeout_s, **args)
@@ -52,7 +54,7 @@ class BrokerDesk:
 
     def stats_address(self) -> str:
         """See Desk."""
-        client = Client(self._broker, role="operator", timeout_s=self._timeout_s)
+        client = Client(self._broker, role="operator", timeout_s=self._timeout_s, key=self._key)
         try:
             self.role = client.welcome.get("role")
             host, _ = parse_address(client.address)

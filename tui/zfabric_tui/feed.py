@@ -14,7 +14,9 @@ import msgpack
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from zfabric.keys import ClientKey
 from zfabric.protocol import TOPIC_EVENT, TOPIC_LANES, TOPIC_LENGTHS, TOPIC_SNAPSHOT
+from zfabric.transport import set_key
 
 Snapshot = dict[str, Any]
 Lanes = dict[str, Any]
@@ -62,7 +64,10 @@ class Feed(Protocol):
 class LiveFeed:
     """Subscribes to a broker's statistics endpoint; with `recording`, to all that is worth it."""
 
-    def __init__(self, stats_address: str, *, recording: bool = False) -> None:
+    def __init__(
+        self, stats_address: str, *, recording: bool = False, key: ClientKey | None = None
+    ) -> None:
+        self._key = key
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topics = {TOPIC_SNAPSHOT, TOPIC_EVENT}
         self._followed: bytes | None = None
@@ -77,6 +82,7 @@ class LiveFeed:
         socket.setsockopt(zmq.RCVHWM, 256)
         if "[" in stats_address:
             socket.setsockopt(zmq.IPV6, 1)
+        set_key(socket, self._key)
         for topic in self._topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
         if self._followed is not None:

@@ -12,6 +12,7 @@ import msgpack
 
 import zfabric
 from zfabric.errors import ConfigError
+from zfabric.keys import ClientKey
 from zfabric.protocol import TOPIC_EVENT, TOPIC_LANES, TOPIC_LENGTHS, TOPIC_SNAPSHOT
 from zfabric_tui import recording
 from zfabric_tui.feed import Arrived, LiveFeed
@@ -67,9 +68,11 @@ class Recorder:
 class Headless:
     """A recorder in a thread, until `close`. What ends it early is given to `failed`."""
 
-    def __init__(self, stats_address: str, path: Path, limit_mib: int) -> None:
+    def __init__(
+        self, stats_address: str, path: Path, limit_mib: int, key: ClientKey | None = None
+    ) -> None:
         self._recorder = Recorder(path, limit_mib)
-        self._feed = LiveFeed(stats_address, recording=True)
+        self._feed = LiveFeed(stats_address, recording=True, key=key)
         self._ends = threading.Event()
         self.failed: ConfigError | None = None
         self._thread = threading.Thread(target=self._run, name="zfabric-recorder", daemon=True)

@@ -167,6 +167,14 @@ def _value(data: bytes, base: bytes | None) -> dict[str, Any]:
     return value
 
 
+def _completed(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot with the fields that releases before this one did not publish."""
+    snapshot.setdefault("lane_pressure_ratio_run", snapshot.get("lane_pressure_ratio"))
+    if isinstance(storage := snapshot.get("storage"), dict):
+        storage.setdefault("disk_reserve_bytes", None)
+    return snapshot
+
+
 class Reader:
     """Reads a recording; a broker may still be adding to it. Raises ConfigError when made."""
 
@@ -234,7 +242,7 @@ class Reader:
             "ORDER BY time DESC LIMIT ?",
             (SNAPSHOT, after_s, upto_s, most),
         ).fetchall()
-        return [_value(data, self._base(base)) for base, data in reversed(rows)]
+        return [_completed(_value(data, self._base(base))) for base, data in reversed(rows)]
 
     def _base(self, seq: int | None) -> bytes | None:
         if seq is None:

@@ -22,9 +22,9 @@ from zfabric.errors import ConfigError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.prefixkv import PREFIX_TOKENS_MIN, Prefix, PrefixStore, shared_tokens
 from zfabric_workers.textgen import Wanted, answer, read_wanted
+from zfabric_workers.torchdevice import check_device, choose_device, packages
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,11 +56,9 @@ class CausalEngine:
             raise ConfigError("the engine transformers needs a model: --model-path DIRECTORY")
         if not Path(self.model_path, "config.json").is_file():
             raise ConfigError(f"{self.model_path} is not a directory with a model (config.json)")
-        if self.device not in DEVICES or self.dtype not in DTYPES:
-            raise ConfigError(
-                f"engine options device and dtype are one of {', '.join(DEVICES)} and "
-                f"{', '.join(DTYPES)}"
-            )
+        check_device(self.device)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"engine option dtype must be one of {', '.join(DTYPES)}")
         need_packages("transformers", ("torch", "transformers"), "transformers")
 
     @classmethod
@@ -70,27 +68,15 @@ class CausalEngine:
 
     def load(self) -> None:
         """Load the model. Raises ConfigError without the packages or the device."""
-        try:
-            import torch
-            from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-            from transformers.utils import logging
-        except ImportError as error:
-            raise ConfigError(
-                f"the engine transformers needs {error.name}: pip install 'zfabric[transformers]'"
-            ) from error
-        logging.disable_progress_bar()
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("there is no CUDA device here; use --opt device=cpu")
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        chosen = self.device
-        if chosen == "auto":
-            chosen = "cuda" if torch.cuda.is_available() else "cpu"
-        path = str(self.model_path)
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=self.dtype)
-        self._model = model.to(chosen).eval()
-        self._torch, self._cache_class = torch, DynamicCache
+        torch, transformers = packages("transformers", ["transformers"])
+        device = choose_device(torch, self.device, self.threads)
+        local = {"local_files_only": True}
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(self.model_path, **local)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            self.model_path, dtype=self.dtype, **local
+        )
+        self._model = model.to(device).eval()
+        self._torch, self._cache_class = torch, transformers.DynamicCache
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._input_tokens_max = int(self._model.config.max_position_embeddings)

@@ -21,8 +21,7 @@ from zfabric.engine import Batch, OutOfMemory, Result
 from zfabric.errors import ConfigError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.requestlines import EMBEDDINGS, Call, bad_request, read_call
-
-DEVICES = ("auto", "cpu", "cuda")
+from zfabric_workers.torchdevice import check_device, choose_device, packages
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,8 +38,7 @@ class EmbedEngine:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.device not in DEVICES:
-            raise ConfigError(f"engine option device must be one of {', '.join(DEVICES)}")
+        check_device(self.device)
         if self.model_path and not Path(self.model_path).is_dir():
             raise ConfigError(f"there is no directory {self.model_path}")
         need_packages("embed", ("torch", "sentence_transformers"), "embed")
@@ -52,25 +50,11 @@ class EmbedEngine:
 
     def load(self) -> None:
         """Load the model. Raises ConfigError without the packages or the device."""
-        try:
-            import torch
-            from sentence_transformers import SentenceTransformer
-            from transformers.utils import logging
-        except ImportError as error:
-            raise ConfigError(
-                f"the engine embed needs {error.name}: pip install 'zfabric[embed]'"
-            ) from error
-        logging.disable_progress_bar()
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("there is no CUDA device here; use --opt device=cpu")
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch, sentences = packages("embed", ["sentence_transformers"])
+        device = choose_device(torch, self.device, self.threads)
         path = self.model_path or str(packaged_model())
         self._torch = torch
-        self._model = SentenceTransformer(path, device=device, local_files_only=True)
+        self._model = sentences.SentenceTransformer(path, device=device, local_files_only=True)
 
     def run(self, batch: Batch) -> Sequence[Result]:
         """Embed every text of the batch at once. Raises OutOfMemory."""

@@ -9,7 +9,8 @@ Decides what is tried again here, and for how long:
     hung    (no answer in `timeout_s`) never; the item's fault if the server answers others
 
 Items that have a result are passed on whatever happens to the others; after anything but a fault no
-more are sent. Times are seconds. Never logs a header or a body, and never says the key: a server
+more of their batch are sent. A batch that has been sent but for its last answers leaves its places
+to the next one. Times are seconds. Never logs a header or a body, and never says the key: a server
 that echoes what it was sent is quoted without it. A result is passed on as the server wrote it.
 """
 
@@ -17,18 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import queue
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from zfabric.engine import Batch, EngineUnreachable, OutOfMemory, Result
+from zfabric.engine import ROOM, Batch, EngineUnreachable, OutOfMemory, Result, Room
 from zfabric.errors import ConfigError, FabricError
-from zfabric.shapes import Shape
 from zfabric_workers.cachecounts import CacheCounts, Counters, read_metrics
-from zfabric_workers.flight import Flight
+from zfabric_workers.flight import Flight, Places
 from zfabric_workers.inflight import Limit
 from zfabric_workers.requestlines import Call, read_call
 from zfabric_workers.secrecy import hiding
@@ -48,6 +51,7 @@ ANSWER_BYTES_MAX = 256 * 1024 * 1024
 READ_BYTES = 256 * 1024
 METRICS_BYTES_MAX = 4 * 1024 * 1024
 CAUSES_TOLD = 3
+T = TypeVar("T")
 
 
 class ServerFault(FabricError):
@@ -79,8 +83,20 @@ class Manner:
         return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
+class Sending:
+    """One batch on its way; `arrivals` takes what comes of it, and None when it is over."""
+
+    def __init__(self, flight: Flight, calls: dict[int, Call]) -> None:
+        self.flight = flight
+        self.calls = calls
+        self.running: dict[asyncio.Task[Verdict], int] = {}
+        self.arrivals: queue.SimpleQueue[tuple[int, Verdict] | Room | None] = queue.SimpleQueue()
+        self.left_room = False
+        self.error: BaseException | None = None
+
+
 class Driver:
-    """One server; owned by one thread, which is inside one of its methods or nowhere."""
+    """One server. Requests are made in a thread of its own; its methods may be called from any."""
 
     def __init__(self, manner: Manner, limit: Limit, counts: CacheCounts) -> None:
         try:
@@ -94,19 +110,27 @@ class Driver:
         self._limit = limit
         self._counts = counts
         self._hide = hiding(manner.api_key, manner.url)
-        self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
-        self._warm: Shape | None = None
+        # The batches on their way, oldest first; all of this belongs to the loop's thread.
+        self._sendings: list[Sending] = []
+        self._places = Places(slots=manner.slots)
+        self._running = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Let go of the connections."""
         if self._session is not None:
-            self._loop.run_until_complete(self._session.close())
+            self._wait_for(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
-    def run(self, batch: Batch) -> Iterator[tuple[int, Result]]:
+    def run(self, batch: Batch) -> Iterator[tuple[int, Result] | Room]:
         """(index, result) as items finish; raises if some have none, after all that have one.
 
+        `ROOM` when all is sent and some is still to come: the next batch may be run beside it.
         Raises ServerFault, EngineUnreachable or OutOfMemory.
         """
         calls: dict[int, Call] = {}
@@ -116,31 +140,27 @@ class Driver:
                 calls[index] = call
             else:
                 yield index, call
-        flight = Flight(batch, list(calls), self._warm, self._manner.slots)
-        running: dict[asyncio.Task[Verdict], int] = {}
+        sending = Sending(Flight(batch, list(calls), self._places), calls)
         troubles: list[Trouble] = []
+        self._loop.call_soon_threadsafe(self._begin, sending)
         try:
-            while self._refill(flight, calls, running):
-                full = len(running) >= self._limit.value
-                for task in self._first_done(running):
-                    index = running.pop(task)
-                    flight.release(index)
-                    verdict = task.result()
-                    if isinstance(verdict, Trouble):
-                        troubles.append(verdict)
-                        flight.stopped |= verdict.kind != "fault"
-                    else:
-                        self._note(verdict, full)
-                        yield index, verdict.result
+            while (arrival := sending.arrivals.get()) is not None:
+                if isinstance(arrival, Room):
+                    yield arrival
+                elif isinstance(arrival[1], Trouble):
+                    troubles.append(arrival[1])
+                else:
+                    yield arrival[0], arrival[1].result
         finally:
-            self._cancel(running)
-            self._warm = None if troubles else flight.warm
+            self._wait_for(self._cancel(sending))
+        if sending.error is not None:
+            raise sending.error
         if troubles:
             _raise(troubles)
 
     def get(self, path: str, bytes_max: int = METRICS_BYTES_MAX) -> bytes | None:
         """A small document of the server; None if there is none."""
-        return self._loop.run_until_complete(self._get(path, bytes_max))
+        return self._wait_for(self._get(path, bytes_max))
 
     def counters(self) -> Counters | None:
         """The server's own cache counters; None if it has none that are known."""
@@ -155,24 +175,62 @@ class Driver:
             return None
         return slots if type(slots) is int and slots > 0 else None
 
-    def _refill(
-        self, flight: Flight, calls: dict[int, Call], running: dict[asyncio.Task[Verdict], int]
-    ) -> bool:
-        """Send what may be sent now; whether anything is at the server."""
-        while (index := flight.take(len(running), self._limit.value)) is not None:
-            asking = self._ask(calls[index], flight.slot_of(index))
-            running[self._loop.create_task(asking)] = index
-        return bool(running)
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _first_done(self, running: dict[asyncio.Task[Verdict], int]) -> set[asyncio.Task[Verdict]]:
-        waiting = asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        return self._loop.run_until_complete(waiting)[0]
+    # -- in the loop's thread: what is sent when -----------------------------------------------
 
-    def _cancel(self, running: dict[asyncio.Task[Verdict], int]) -> None:
-        for task in running:
+    def _begin(self, sending: Sending) -> None:
+        self._sendings.append(sending)
+        self._refill()
+
+    def _refill(self) -> None:
+        """Send what may be sent now: of a later batch only when all of the earlier is sent."""
+        for sending in list(self._sendings):
+            flight = sending.flight
+            while (index := flight.take(self._running, self._limit.value)) is not None:
+                asking = self._ask(sending.calls[index], flight.slot_of(index))
+                task = self._loop.create_task(asking)
+                sending.running[task] = index
+                self._running += 1
+                task.add_done_callback(functools.partial(self._ended, sending))
+            if not flight.begun:
+                return
+            if not sending.running:
+                self._sendings.remove(sending)
+                sending.arrivals.put(None)
+            elif not sending.left_room:
+                sending.left_room = True
+                sending.arrivals.put(ROOM)
+
+    def _ended(self, sending: Sending, task: asyncio.Task[Verdict]) -> None:
+        full = self._running >= self._limit.value
+        self._running -= 1
+        index = sending.running.pop(task)
+        sending.flight.release(index)
+        if task.cancelled():
+            return
+        sending.error = sending.error or task.exception()
+        if sending.error is not None:
+            sending.flight.stopped = True
+        else:
+            verdict = task.result()
+            if isinstance(verdict, Trouble):
+                self._places.warm = None
+                sending.flight.stopped |= verdict.kind != "fault"
+            else:
+                self._note(verdict, full)
+            sending.arrivals.put((index, verdict))
+        self._refill()
+
+    async def _cancel(self, sending: Sending) -> None:
+        """Nothing more of this batch: its reader may have gone. Its places are free for others."""
+        sending.flight.stopped = True
+        for task in sending.running:
             task.cancel()
-        if running:
-            self._loop.run_until_complete(asyncio.wait(running))
+        if sending.running:
+            await asyncio.wait(list(sending.running))
+        self._refill()
 
     def _note(self, finished: Finished, full: bool) -> None:
         usage = finished.usage

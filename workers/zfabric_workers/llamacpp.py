@@ -10,13 +10,14 @@ tokens; hits are what the server itself reports with each answer.
 from __future__ import annotations
 
 import secrets
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from zfabric.engine import Batch, CacheStats, Result
+from zfabric.engine import Batch, CacheStats, Result, Room
 from zfabric.errors import ConfigError, FabricError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, disagreement
@@ -24,6 +25,8 @@ from zfabric_workers.httpdriver import Driver, Manner
 from zfabric_workers.inflight import Limit
 from zfabric_workers.openai_server import read_api_key
 
+HOST = "127.0.0.1"
+MAGIC = b"GGUF"
 SLOTS_MAX = 64
 PORT_MAX = 65_535
 KEY_BYTES = 16
@@ -42,6 +45,9 @@ class LlamaCppEngine:
     slots: int = option(1, "requests at once; each slot has a cache of its own", minimum=1)
     threads: int = option(0, "processor threads; 0 leaves it to llama.cpp", minimum=0)
     gpu_layers: int = option(-1, "layers on the GPU; -1 leaves it to llama.cpp", minimum=-1)
+    answer_tokens: int = option(
+        2_048, "most tokens of an answer that sets no max_tokens; 0: the whole context", minimum=0
+    )
     embeddings: bool = option(False, "serve /v1/embeddings, and nothing else")
     pooling: str = option("", "how tokens become a vector: mean, cls or last; empty: the model's")
     timeout_s: float = option(600.0, "seconds in which one request must be answered", minimum=0.001)
@@ -56,8 +62,7 @@ class LlamaCppEngine:
         check_options(self)
         if not self.model_path:
             raise ConfigError("the engine llamacpp needs a model: --model-path FILE.gguf")
-        if not Path(self.model_path).is_file():
-            raise ConfigError(f"there is no file {self.model_path}")
+        _check_magic(self.model_path)
         if self.pooling.upper() not in POOLINGS:
             raise ConfigError("engine option pooling must be mean, cls, last or empty")
         if self.slots > SLOTS_MAX:
@@ -74,7 +79,11 @@ class LlamaCppEngine:
         return cls(**parse_options(cls, options))
 
     def load(self) -> None:
-        """Start the server. Raises ConfigError without xllamacpp, FabricError if it cannot."""
+        """Start the server.
+
+        Raises ConfigError without xllamacpp, or where no other try would help: a damaged file, a
+        port in use. FabricError for anything else.
+        """
         try:
             import xllamacpp
         except ImportError as error:
@@ -82,10 +91,17 @@ class LlamaCppEngine:
                 "the engine llamacpp needs xllamacpp: pip install 'zfabric[llamacpp]'"
             ) from error
         key = read_api_key(self.api_key_file, "") or secrets.token_hex(KEY_BYTES)
+        _check_port(self.port)
         try:
             self._server = xllamacpp.Server(self._parameters(xllamacpp, key))
         except Exception as error:
-            raise FabricError(f"llama.cpp cannot load {self.model_path}: {error}") from error
+            damage = _damage(self.model_path)
+            if damage is not None:
+                raise ConfigError(f"{self.model_path} is damaged: {damage}") from error
+            raise FabricError(
+                f"llama.cpp cannot load {self.model_path}; its own lines above say why. If it "
+                "lacks memory, try a smaller --opt context_tokens="
+            ) from error
         manner = Manner(
             url=self._server.listening_address,
             timeout_s=self.timeout_s,
@@ -95,7 +111,7 @@ class LlamaCppEngine:
         self._counts = CacheCounts(reported=True)
         self._driver = Driver(manner, Limit(self.slots), self._counts)
 
-    def run(self, batch: Batch) -> Iterator[tuple[int, Result]]:
+    def run(self, batch: Batch) -> Iterator[tuple[int, Result] | Room]:
         """Send every item, in order; results as they come."""
         return self._driver.run(batch)
 
@@ -124,7 +140,9 @@ class LlamaCppEngine:
         chosen.cache_ram_mib = 0
         chosen.cache_idle_slots = False
         chosen.kv_unified = False
-        chosen.hostnames = ["127.0.0.1"]
+        # A model that never ends would keep its slot for a whole context; 0 would mean no answer.
+        chosen.n_predict = self.answer_tokens or -1
+        chosen.hostnames = [HOST]
         chosen.port = self.port
         chosen.api_keys = [key]
         chosen.endpoint_metrics = True
@@ -142,3 +160,45 @@ class LlamaCppEngine:
         if self.threads:
             chosen.cpuparams.n_threads = chosen.cpuparams_batch.n_threads = self.threads
         return chosen
+
+
+def _check_magic(path: str) -> None:
+    """Raises ConfigError for what is no GGUF file, at the cost of four bytes."""
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}")
+    try:
+        with Path(path).open("rb") as stream:
+            magic = stream.read(len(MAGIC))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if magic != MAGIC:
+        raise ConfigError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
+
+
+def _check_port(port: int) -> None:
+    """Raises ConfigError for a port that another process has; 0 is any free one."""
+    with socket.socket() as probe:
+        # A server that has just ended leaves connections behind, and is no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be had ({error.strerror}): give each worker another one "
+                "(--opt port=), or none, and a free one is taken"
+            ) from None
+
+
+def _damage(path: str) -> str | None:
+    """Why no try would ever load the file; None where the file is whole."""
+    try:
+        import gguf
+    except ImportError:
+        return None
+    try:
+        tensors = gguf.GGUFReader(path).tensors
+    except OSError:
+        return None
+    except Exception as error:  # noqa: BLE001 - its reader runs into whatever the bytes are
+        return f"it ends too early, or its header holds nonsense ({type(error).__name__})"
+    return None if tensors else "it holds no tensors"

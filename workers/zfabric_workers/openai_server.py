@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from zfabric.engine import Batch, CacheStats, Result
+from zfabric.engine import Batch, CacheStats, Result, Room
 from zfabric.errors import ConfigError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.cachecounts import CacheCounts, Counters, disagreement
@@ -35,6 +35,9 @@ class OpenAIEngine:
 
     # It batches raggedly: equal lengths buy nothing, the order of prefixes does.
     pads: ClassVar[bool] = False
+    # Items and tokens of a batch where nobody says otherwise: several times the requests that are
+    # in flight, since places stay empty while the last items of a batch are under way.
+    suits: ClassVar[tuple[int, int]] = (256, 262_144)
 
     url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
     served_model: str = option("", "model name that the server knows, if it is another one")
@@ -111,7 +114,7 @@ class OpenAIEngine:
         if not self.concurrency and (slots := self._driver.slots_total()) is not None:
             limit.settle(slots)
 
-    def run(self, batch: Batch) -> Iterator[tuple[int, Result]]:
+    def run(self, batch: Batch) -> Iterator[tuple[int, Result] | Room]:
         """Send every item; results as they come. See `Driver.run`."""
         yield from self._driver.run(batch)
         if time.monotonic() - self._checked_s >= CROSS_CHECK_S:

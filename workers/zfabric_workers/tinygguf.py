@@ -132,7 +132,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         path = write_tiny_gguf(given.path, given.seed)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     sys.stderr.write(f"{path}: {path.stat().st_size:,} bytes, random weights\n")

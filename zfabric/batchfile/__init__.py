@@ -8,7 +8,7 @@ so that a crash at any byte can be resumed.
 from zfabric.batchfile.chains import estimate_tokens
 from zfabric.batchfile.digests import DigestSet
 from zfabric.batchfile.discovery import Discovery
-from zfabric.batchfile.job import InputIdentity, Job, errors_path_for, job_name
+from zfabric.batchfile.job import InputIdentity, Job, check_paths, errors_path_for, job_name
 from zfabric.batchfile.lines import LINE_BYTES_MAX, bounded_lines, count_lines
 from zfabric.batchfile.reader import BadLine, Request, read_requests
 from zfabric.batchfile.writer import BatchOutput
@@ -23,6 +23,7 @@ __all__ = [
     "Job",
     "Request",
     "bounded_lines",
+    "check_paths",
     "count_lines",
     "errors_path_for",
     "estimate_tokens",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ class InputIdentity:
     @classmethod
     def of(cls, path: Path) -> InputIdentity:
         """The identity of the file at `path`. Raises ConfigError if it cannot be read."""
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"input {path} is not a regular file: save it to one first")
         try:
+            # Looked at before it is opened: opening a pipe waits for its other end.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ConfigError(f"input {path} is not a regular file: save it to one first")
             with path.open("rb") as stream:
                 size_bytes = os.fstat(stream.fileno()).st_size
                 digest = xxhash.xxh3_64_hexdigest(stream.readline(FIRST_LINE_BYTES))
@@ -61,6 +63,39 @@ class InputIdentity:
         if self.first_line != other.first_line:
             return "the first line of its input has changed"
         return None
+
+
+def check_paths(source: Path, output: Path, errors: Path | None) -> None:
+    """Raises ConfigError for files that cannot be read or written; makes and changes nothing.
+
+    `errors` None stands for where failures go by themselves.
+    """
+    InputIdentity.of(source)
+    _check_writable(output)
+    errors = errors_path_for(output) if errors is None else errors
+    _check_writable(errors)
+    if len({path.resolve() for path in (source, output, errors)}) < 3:
+        raise ConfigError("the input, output and errors files must be different files")
+
+
+def _check_writable(path: Path) -> None:
+    if not path.name:
+        raise ConfigError(f"{path} is no file: say where the rows go")
+    try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no directory {path.parent}: make it, or name another file")
+        # What lies beside an output has a longer name than the output.
+        sidecar_path(path).exists()
+        if path.exists():
+            if not path.is_file():
+                raise ConfigError(f"{path} is not a regular file: name another one")
+            allowed = os.access(path, os.R_OK | os.W_OK)
+        else:
+            allowed = os.access(path.parent, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"cannot use {path}: {error.strerror}") from None
+    if not allowed:
+        raise ConfigError(f"cannot write {path}: you are not allowed to")
 
 
 @dataclass(frozen=True, slots=True)

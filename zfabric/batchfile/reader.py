@@ -4,13 +4,14 @@ The shape of a request is its whole chain here (see `chains`), a candidate that 
 what others share; unless the line declares it: `"shape": ["qa-v3", "tools-2"]`, names or texts of
 what is shared, in order. Payloads are the line's bytes as they are, so that a worker gets what the
 user wrote; only a model override makes new bytes. Lengths are tokens. Nothing here raises for what
-a line holds, and memory is one line plus the digests of the custom_ids seen.
+a line holds, and memory is one line: the custom_ids seen are digests on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from zfabric.batchfile.chains import (
@@ -73,17 +74,19 @@ def read_requests(
     model: str | None = None,
     line_bytes_max: int = LINE_BYTES_MAX,
     count: Count = estimate_tokens,
+    directory: Path | None = None,
 ) -> Iterator[Request | BadLine]:
     """One `Request` or `BadLine` for each line of `stream` that is not blank, in order.
 
     `model` replaces the model of every request. `line_bytes_max` bounds a line, its ending not
-    counted. `count` gives the tokens of a text. Duplicate custom_ids are found by digest (see
-    `DigestSet`); the first one counts. Raises ConfigError if `model` is no valid name, and OSError
-    if the stream cannot be read.
+    counted. `count` gives the tokens of a text. Duplicate custom_ids are found by digest, kept in a
+    file in `directory` (see `DigestSet`); the first one counts. Raises ConfigError if `model` is no
+    valid name, StorageError if that file cannot be written, and OSError if the stream cannot be
+    read.
     """
     if model is not None:
         check_name(model, "model name")
-    seen = DigestSet()
+    seen = DigestSet(directory)
     for number, line, size in bounded_lines(stream, line_bytes_max):
         if line is None:
             text = f"line of {size} bytes; at most {line_bytes_max} are allowed: shorten the input"

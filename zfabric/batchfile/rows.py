@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from zfabric.batchfile.job import sync_directory
 from zfabric.batchfile.lines import LINE_BYTES_MAX, bounded_lines, parse_json
@@ -50,7 +50,8 @@ class RowFile:
         self._buffer = bytearray()
         # Rows of an earlier run may still be in the page cache alone.
         self._unsynced = True
-        self._failed = False
+        # How it failed, which is said again to whoever tries to use it.
+        self._failed: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -191,14 +192,12 @@ class RowFile:
         return row
 
     def _check(self) -> None:
-        if self._failed:
-            raise StorageError(f"{self.path} failed before; start again with --resume")
+        if self._failed is not None:
+            raise StorageError(self._failed)
 
-    def _fail(self, error: OSError) -> None:
-        self._failed = True
-        raise StorageError(
-            f"cannot write {self.path}: {error.strerror}; start again with --resume"
-        ) from error
+    def _fail(self, error: OSError) -> NoReturn:
+        self._failed = f"cannot write {self.path}: {error.strerror}; start again with --resume"
+        raise StorageError(self._failed) from error
 
 
 def _locked(path: Path, descriptor: int) -> bool:

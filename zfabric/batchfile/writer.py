@@ -57,7 +57,8 @@ class BatchOutput:
         self.outdated: set[str] = set()
         self._output = output
         self._errors = errors
-        self._done, self._failed = DigestSet(), DigestSet()
+        folder = output.path.parent
+        self._done, self._failed = DigestSet(folder), DigestSet(folder)
 
     @classmethod
     def open(

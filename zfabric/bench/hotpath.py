@@ -6,17 +6,21 @@ the same drive is counted in bytecode instructions by a check. CPU is microsecon
 
 from __future__ import annotations
 
-import gc
 import random
 import struct
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
+import zfabric
+from zfabric.access import PRODUCERS, WORKERS
+from zfabric.bench.lengths import synthetic
 from zfabric.config import BrokerConfig
-from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
+from zfabric.dispatcher import Dispatcher
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import FROM_BROKER, Type, decode, encode, packed
 from zfabric.recovery import open_backing
@@ -28,7 +32,7 @@ ITEMS_MAX = 10**8
 CONTRACT = {"batch_items_max": 32, "batch_tokens_max": 65_536, "input_tokens_max": 65_536}
 MESSAGE_ITEMS = 512
 WORKERS_NAMES = (b"w0", b"w1")
-STEPS = ("accept", "write", "offer", "commit", "done", "result", "ack", "tick")
+STEPS = ("accept", "write", "offer", "commit", "done", "ack", "tick")
 
 
 class Drive:
@@ -43,6 +47,9 @@ class Drive:
         config = BrokerConfig(
             data=str(directory) if directory else None,
             lanes=lanes,
+            # Waiting for a trickle would be counted as work.
+            linger_ms=0,
+            hold_s=0.0,
             max_items=ITEMS_MAX,
             producer_items_max=ITEMS_MAX,
             max_bytes=10**12,
@@ -76,6 +83,11 @@ class Drive:
     ) -> None:
         frames = encode(kind, fields, columns, body)
         self.dispatcher.receive(endpoint, name, frames, time.monotonic())
+
+    @property
+    def ready_items(self) -> int:
+        """Items that wait."""
+        return self.dispatcher.fabric.store.ready_items
 
     def submit(self, items: int = MESSAGE_ITEMS) -> None:
         """One message of a producer."""
@@ -171,39 +183,76 @@ class Timed:
         self._spent[self._step] += time.thread_time() - self._started  # type: ignore[assignment]
 
 
+class Load(NamedTuple):
+    """What is driven: `waiting` items a shape are queued all along, `items` are counted."""
+
+    shapes: int = 16
+    lanes: int = 60
+    waiting: int = 10_000
+    items: int = 60_000
+    size: int = 2_048
+
+
+# Small enough for a test; its instructions for each item, by version of Python.
+COUNTED = Load(shapes=4, lanes=60, waiting=1_024, items=2_048)
+RECORDED = {"3.11": 2_310.0}
+# Growth that fails the check.
+GROWTH_MAX = 1.2
+
+
 def run(
     directory: Path | None,
-    *,
-    shapes: int,
-    lanes: int,
-    waiting: int,
-    items: int,
-    size: int,
+    load: Load,
     lengths: Sequence[int],
+    begins: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """CPU microseconds an item of each step, with `waiting` items a shape queued all along."""
-    drive = Drive(directory, shapes, lanes, size, lengths)
+    """CPU microseconds an item of each step; in memory where there is no directory.
+
+    `begins` is called once everything that is to be counted follows.
+    """
+    drive = Drive(directory, load.shapes, load.lanes, load.size, lengths)
     submitted = 0
-    while submitted < shapes * waiting:
+    while submitted < load.shapes * load.waiting:
         for _ in range(4):
             drive.submit()
         submitted += 4 * MESSAGE_ITEMS
         drive.turn()
         drive.read()
     drive.spent.clear()
-    gc.collect()
-    gc.freeze()
-    loops = 0
-    while drive.completed < items:
+    begins()
+    while drive.completed < load.items:
         before = drive.completed
-        while drive.completed - before < 4 * MESSAGE_ITEMS:
+        while drive.completed - before < 4 * MESSAGE_ITEMS and drive.ready_items:
             drive.hand_out()
             drive.finish()
-            loops += 1
         for _ in range((drive.completed - before) // MESSAGE_ITEMS):
             drive.submit()
         drive.turn()
         drive.read()
-    figures = {step: drive.spent[step] * 1e6 / drive.completed for step in STEPS}
+    figures = {f"{step}_us": drive.spent[step] * 1e6 / drive.completed for step in STEPS}
     drive.backing.close()
-    return {**figures, "total": sum(figures.values()), "loops": loops / drive.completed}
+    return {**figures, "total_us": sum(figures.values())}
+
+
+def counted(directory: Path, load: Load = COUNTED) -> float:
+    """Bytecode instructions of this package for each item, the drive itself left out."""
+    package = str(Path(zfabric.__file__).parent)
+    before, instructions = sys.gettrace(), 0
+
+    def enter(frame: FrameType, event: str, argument: object) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(package) or name == __file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal instructions
+        instructions += event == "opcode"
+        return count
+
+    try:
+        run(directory, load, synthetic(), lambda: sys.settrace(enter))
+    finally:
+        sys.settrace(before)
+    return instructions / load.items

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zfabric.access import PRODUCERS
 from zfabric.bench import percentile
 from zfabric.client import Client
 from zfabric.config import BrokerConfig
-from zfabric.dispatcher import PRODUCERS, Dispatcher
+from zfabric.dispatcher import Dispatcher
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import Type, encode, packed
 from zfabric.recovery import open_backing

@@ -158,6 +158,10 @@ class Report:
     lost: int = 0
     visible_twice: int = 0
     residual_items: int = 0
+    # of the broker's process, after warming up and when everybody had gone; None where it was
+    # another one by then, or somebody else's
+    rss_before_bytes: int | None = None
+    rss_after_bytes: int | None = None
     seconds: float = 0.0
     broken: list[str] = field(default_factory=list)
 
@@ -243,6 +247,8 @@ def _rounds(run: Run, scenario: Scenario, report: Report, until_s: float) -> Non
     same = stage is not None and stage.broker is not None and stage.broker.pid == pid
     if stage is not None and before is not None and same:
         report.broken += _leaks(stage, before)
+        report.rss_before_bytes = before.rss_bytes
+        report.rss_after_bytes = stage.used().rss_bytes
 
 
 def _leaks(stage: Stage, before: Any) -> list[str]:

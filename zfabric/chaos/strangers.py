@@ -11,6 +11,7 @@ from typing import Any
 from zfabric.chaos.load import Load
 from zfabric.chaos.peers import CONTRACT_FIELDS, Crowd, Rogue, scan, visitors
 from zfabric.chaos.play import FINISH_S, Run, expect
+from zfabric.chaos.stage import Stage
 from zfabric.processes import wait_for
 from zfabric.protocol import MAGIC, VERSION, Type, encode, packed
 
@@ -18,6 +19,8 @@ MANY_WORKERS, MANY_WORKERS_S = 500, 10.0
 FILL_BATCHES, FILL_WORKERS, FILL_WINDOW = 3_099, 100, 31
 # A slice and one batch, on a machine that does other things too.
 FILL_SLICE_MAX_S = 0.25
+# Bytes that visitors may leave, however many there were.
+VISITORS_RSS_MAX = 16 * 1024 * 1024
 
 
 def port_scan(run: Run) -> None:
@@ -105,10 +108,23 @@ def _complete_wrongly(rogue: Rogue) -> None:
 
 
 def come_and_go(run: Run) -> None:
-    visitors(run.fabric.address, run.cycles // 2, {"role": "operator"})
+    stage = run.fabric if isinstance(run.fabric, Stage) else None
     worker = {"role": "worker", "model": f"{run.model}-visitors", **CONTRACT_FIELDS}
-    visitors(run.fabric.workers_address, run.cycles // 2, worker)
+    tenth = max(1, run.cycles // 20)
+    # What the first visitors leave is what any leave: names that are remembered, pools of memory.
+    _visit(run, tenth, worker)
+    before = stage.used().rss_bytes if stage is not None else 0
+    _visit(run, run.cycles // 2 - tenth, worker)
     run.recovers()
+    if stage is not None:
+        grown = stage.used().rss_bytes - before
+        expect(grown <= VISITORS_RSS_MAX, f"{run.cycles} visitors left {grown:,} bytes in memory")
+
+
+def _visit(run: Run, each: int, worker: dict[str, Any]) -> None:
+    """So many operators, and so many workers."""
+    visitors(run.fabric.address, each, {"role": "operator"})
+    visitors(run.fabric.workers_address, each, worker)
 
 
 def many_workers(run: Run) -> None:

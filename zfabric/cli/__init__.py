@@ -24,6 +24,7 @@ from zfabric.cli import (
     demo,
     doctor,
     explain,
+    keys,
     look,
     operate,
     segments,
@@ -37,6 +38,7 @@ from zfabric.errors import (
     ConnectError,
     InvariantError,
     NameInUse,
+    NotAllowed,
     ProtocolError,
     TimeoutExpired,
 )
@@ -45,7 +47,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3,
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
 GROUPS = (
-    demo, broker, worker, batch, top, look, explain, operate, segments, bench, chaos, config,
+    demo, broker, worker, batch, top, look, explain, operate, keys, segments, bench, chaos, config,
     doctor, setup,
 )  # fmt: skip
 
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge: every error becomes one line and a code
         if wants_traceback:
-            traceback.print_exc()
+            common.say(traceback.format_exc())
         text = " ".join(common.clean(str(error)).split()) or type(error).__name__
         common.say(f"zfabric: error: {text}")
         return exit_code(error)
@@ -108,7 +110,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def exit_code(error: Exception) -> int:
     """What an error that ended a command means to a script."""
-    if isinstance(error, ConfigError | NameInUse | common.OutputError):
+    if isinstance(error, ConfigError | NameInUse | NotAllowed | common.OutputError):
         return EXIT_USAGE
     if isinstance(error, TimeoutExpired):
         return EXIT_TIMEOUT

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,12 @@ def run(args: argparse.Namespace) -> int:
         return run_dry(args, config)
     if args.output is None:
         raise ConfigError("say where the results go: -o/--output FILE (or --dry-run)")
+    from zfabric.batchfile import check_paths
+
+    # Before a broker of its own is started, which takes seconds and leaves a directory.
+    errors = None if args.errors is None else Path(args.errors)
+    check_paths(Path(args.input), Path(args.output), errors)
+    args.count = load_count(args.tokenizer)
     if args.worker_engine is None:
         return _run(args, config, reporter(quiet=args.quiet))
     if args.client_broker is not None:
@@ -122,9 +129,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_embedded(args: argparse.Namespace, config: Config, lines: Lines) -> int:
     """The file with a broker and workers that live as long as the run."""
     from zfabric.cli import embedded
+    from zfabric.config_keys import NO_KEY
 
     with embedded.running(args, config, lines.notice) as own:
-        client = dataclasses.replace(config.client, broker=own.address)
+        client = dataclasses.replace(config.client, broker=own.address, key=NO_KEY)
         try:
             code = _run(args, dataclasses.replace(config, client=client), lines, own.watching)
         except TimeoutExpired:
@@ -150,8 +158,9 @@ def _run(
     settings = config.client
     options: dict[str, Any] = {
         "broker": settings.broker,
+        "key": common.key_of(settings),
         "timeout_s": settings.timeout_s,
-        "count": load_count(args.tokenizer),
+        "count": args.count,
         "errors": args.errors,
         "resume": args.resume,
         "overwrite": args.overwrite,
@@ -211,6 +220,8 @@ def resume_command(args: argparse.Namespace) -> str:
         ("--model", args.model),
         ("--tokenizer", args.tokenizer),
         ("--broker", args.client_broker),
+        ("--key", args.client_key),
+        ("--server-key", args.client_server_key),
     ):
         if value is not None:
             words += [flag, value]

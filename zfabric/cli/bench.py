@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def _runner(
     name: str, run: Callable[[argparse.Namespace, Path], dict[str, Any]]
 ) -> Callable[[argparse.Namespace], int]:
     def measure(args: argparse.Namespace) -> int:
+        common.without_keys()
         from zfabric.bench import machine
 
         directory = Path(tempfile.mkdtemp(prefix="zfabric-bench-", dir=args.dir))
@@ -125,6 +127,15 @@ def _batchfile(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return batchfile.memory(directory, args.items, args.size)
 
 
+def _engine_threads() -> str:
+    """Processors for the model: all but one, which broker, client and supervisor share.
+
+    torch's threads wait for each other after every operation, so one that has to share its
+    processor holds up all of them, and short operations the most.
+    """
+    return str(max(1, (os.cpu_count() or 1) - 1))
+
+
 def _embed(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from zfabric.bench import padding
     from zfabric_workers import engine_factory
@@ -134,9 +145,8 @@ def _embed(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     path = args.model_path or str(packaged_model())
     count = load_tokenizer(path)
     # the model puts one token before and one after each text
-    return padding.compare(
-        padding.EMBED, engine_factory("embed", {"model_path": path}), lambda text: 2 + count(text)
-    )
+    factory = engine_factory("embed", {"model_path": path, "threads": _engine_threads()})
+    return padding.compare(padding.EMBED, factory, lambda text: 2 + count(text))
 
 
 def _transformers(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def _transformers(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             directory / "model", hidden=256, layers=4, feed_forward=512, texts=texts
         )
         path = str(model)
-    factory = engine_factory("transformers", {"model_path": path})
+    factory = engine_factory("transformers", {"model_path": path, "threads": _engine_threads()})
     return padding.compare(padding.CAUSAL, factory, load_tokenizer(path))
 
 

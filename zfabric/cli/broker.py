@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -92,22 +93,25 @@ def _watched(broker: Broker, stats: str, settings: BrokerConfig) -> Iterator[str
         if settings.log != "off":
             from zfabric.logs import EventLog
 
-            log = EventLog(settings.log)
+            log = EventLog(
+                settings.log, None if settings.log_file is None else Path(settings.log_file)
+            )
             stack.callback(log.close)
             broker.on_event = log.write
         if settings.metrics_port is not None:
             from zfabric import metrics
 
             port, end = metrics.serve(
-                settings.bind, settings.metrics_port, lambda: broker.ask(SCRAPE_S)
+                settings.metrics_at, settings.metrics_port, lambda: broker.ask(SCRAPE_S)
             )
             stack.callback(end)
-            host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
-            address = f"http://{host}:{port}/metrics"
+            at = settings.metrics_at
+            address = f"http://{f'[{at}]' if ':' in at else at}:{port}/metrics"
         if settings.record is not None:
             from zfabric_tui.recorder import Headless
 
-            recorder = Headless(stats, Path(settings.record), settings.record_mib)
+            key = None if broker.door is None else broker.door.own_key()
+            recorder = Headless(stats, Path(settings.record), settings.record_mib, key)
             stack.callback(_end_recording, recorder)
         yield address
 
@@ -134,6 +138,7 @@ def _serve(
             broker.stop()
         else:
             broker.drain()
+            tell_systemd("STOPPING=1")
         signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -150,10 +155,20 @@ def _serve(
             f"broker ready: {endpoints.producers} (workers {endpoints.workers}, statistics "
             f"{endpoints.stats}{'' if metrics is None else f', metrics {metrics}'})"
         )
+    tell_systemd("READY=1")
     broker.run()
     if signal.SIGINT in signals:
         return 130
     return 143 if len(signals) > 1 else 0
+
+
+def tell_systemd(state: str) -> None:
+    """Say how far this is to whoever started it as a unit of Type=notify; else to nobody."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
+        to.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
 def recovery_in_words(directory: str | None, found: Recovered) -> str:

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Play them; raises InvariantError where one broke."""
     from zfabric.chaos.play import play
 
+    if args.against is None:
+        common.without_keys()
     chosen = _chosen(args)
     if args.list:
         return _list(args, chosen)

@@ -19,6 +19,8 @@ from zfabric.errors import FabricError, TimeoutExpired
 STOP_S = 10.0
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_CHARS = 600
+# How the line begins that says why a command ended; see `cli.main`.
+ERROR = "zfabric: error: "
 
 
 class Children:
@@ -75,9 +77,11 @@ class Children:
             raise FabricError(f"{name} ended with code {code}: {self.log_tail(name)}")
 
     def log_tail(self, name: str) -> str:
-        """The end of what a child said."""
+        """The error that ended a child as it told it, else the end of what it said."""
         text = (self._directory / f"{name}.log").read_text("utf-8", "replace").strip()
-        return text[-LOG_TAIL_CHARS:] or "it said nothing"
+        before, told, error = text.rpartition(ERROR)
+        ended_with_it = told and before[-1:] in ("", "\n") and "\n" not in error
+        return (error if ended_with_it else text[-LOG_TAIL_CHARS:]) or "it said nothing"
 
     def stop(self) -> None:
         """End every child: politely, last started first, then for good."""

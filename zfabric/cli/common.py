@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -18,10 +19,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zfabric import config as configuration
+from zfabric.config_keys import NO_KEY
 from zfabric.errors import ConfigError, ConnectError, FabricError
 
 if TYPE_CHECKING:
     from zfabric.client import Client
+    from zfabric.keys import ClientKey
 
 Commands = Any
 # A cell longer than this would push the others off the screen.
@@ -30,6 +33,10 @@ CELL_CHARS_MAX = 64
 NAME_CHARS_MIN = 12
 # Requests that the broker refused because of what was asked, not of what happened.
 USAGE_CODES = ("malformed", "not_found", "ambiguous", "unknown_request", "in_use")
+
+
+# Control characters, but for the ends of lines and tabs.
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class OutputError(FabricError):
@@ -101,14 +108,33 @@ def connect(settings: configuration.ClientConfig) -> Client:
     """An operator's connection. Raises ConnectError: at once where nothing listens."""
     from zfabric.client import Client
 
+    key = key_of(settings)
     try:
-        socket.create_connection(settings.address, timeout=settings.timeout_s).close()
+        if key == NO_KEY:
+            socket.create_connection(settings.address, timeout=settings.timeout_s).close()
+        else:
+            # A broker with keys counts who connects and says nothing: it is only looked up here.
+            socket.getaddrinfo(*settings.address)
     except OSError as error:
         raise ConnectError(
             f"no broker answered at {settings.broker}: {error.strerror or error}; start one with "
             "`zfabric broker`, or name another with --broker or ZFABRIC_BROKER"
         ) from None
-    return Client(settings.broker, role="operator", timeout_s=settings.timeout_s)
+    timeout_s = settings.timeout_s
+    return Client(settings.broker, role="operator", timeout_s=timeout_s, key=key, patient=False)
+
+
+def key_of(settings: configuration.ClientConfig) -> ClientKey | str:
+    """The key to connect with, as the SDK takes it. Raises ConfigError for one of no use."""
+    from zfabric.keys import client_key
+
+    # What the environment says is in the settings already; nothing else is to be looked at.
+    return client_key(settings.key, settings.server_key) or NO_KEY
+
+
+def without_keys() -> None:
+    """From now on brokers and clients of this process, and those it starts, use no keys."""
+    os.environ.update({"ZFABRIC_KEY": "none", "ZFABRIC_BROKER_KEYS": "none"})
 
 
 def ask(args: argparse.Namespace, op: str, **arguments: Any) -> Any:
@@ -133,12 +159,19 @@ def ask_on(client: Client, args: argparse.Namespace, op: str, **arguments: Any) 
 
 def say(text: str) -> None:
     """Talk: to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(inert(text), file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:
     """Data: to standard output. Raises OutputError."""
-    put(text + "\n")
+    put(inert(text) + "\n")
+
+
+def inert(text: str) -> str:
+    """`text` without what a terminal would obey, for whoever forgot to `clean` it."""
+    if text.isascii() and OBEYED.search(text) is None:
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def put(text: str = "") -> None:
@@ -163,8 +196,9 @@ def silence() -> None:
 
 
 def show_json(value: object, *, indent: int | None = 2) -> None:
-    """A value as JSON on standard output."""
-    show(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+    """A value as JSON on standard output; what a terminal would obey is escaped, so it is data."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    show("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 def clean(text: object) -> str:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from zfabric import config as configuration
+from zfabric import config_text
 from zfabric.cli import common
 from zfabric.errors import ConfigError
 
@@ -49,7 +50,7 @@ def add(commands: common.Commands) -> None:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print every setting."""
-    rows = configuration.show(common.load(args))
+    rows = config_text.show(common.load(args))
     if args.json:
         common.show_json({k.full_name: {"value": value, "origin": at} for k, value, at in rows})
         return 0
@@ -69,12 +70,12 @@ def run_show(args: argparse.Namespace) -> int:
 def run_init(args: argparse.Namespace) -> int:
     """Write the file, never over another one."""
     if args.stdout:
-        common.show(configuration.template().rstrip("\n"))
+        common.show(config_text.template().rstrip("\n"))
         return 0
     path = Path(configuration.FILE_NAME)
     try:
         with path.open("x", encoding="utf-8") as stream:
-            stream.write(configuration.template())
+            stream.write(config_text.template())
     except FileExistsError:
         raise ConfigError(
             f"{path} is there already; zfabric config init --stdout prints one"

@@ -125,6 +125,7 @@ def _work(
             source,
             output,
             broker=address,
+            key="none",
             overwrite=True,
             stop=stop,
             progress=progress,
@@ -136,7 +137,7 @@ def _work(
             with ThreadPoolExecutor(1) as pool:
                 drawn.set()
                 running = pool.submit(job)
-                where = ClientConfig(broker=address, timeout_s=START_S)
+                where = ClientConfig(broker=address, key="none", timeout_s=START_S)
                 watch(where, ends=running.done)
                 drawn.clear()
                 return running.result(), signals
@@ -218,7 +219,7 @@ def _start(
 def _status(address: str) -> dict[str, Any]:
     from zfabric.client import Client
 
-    client = Client(address, role="operator", timeout_s=START_S)
+    client = Client(address, role="operator", timeout_s=START_S, key="none")
     try:
         return client.stats(START_S)
     finally:

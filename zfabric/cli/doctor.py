@@ -158,7 +158,10 @@ def _broker(settings: Config) -> Iterator[Finding]:
 
     try:
         client = Client(
-            settings.client.broker, role="operator", timeout_s=settings.client.timeout_s
+            settings.client.broker,
+            role="operator",
+            timeout_s=settings.client.timeout_s,
+            key=common.key_of(settings.client),
         )
     except FabricError as error:
         fix = "something else may hold the port: zfabric broker --port N, and --broker here"

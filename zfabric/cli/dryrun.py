@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ from zfabric.cli import common, fabric
 from zfabric.cli.common import percent
 from zfabric.config import Config
 from zfabric.errors import ConfigError
-from zfabric.shapes import Contract
 
 if TYPE_CHECKING:
     from zfabric.batchplan import Plan
@@ -25,11 +25,9 @@ def run_dry(args: argparse.Namespace, config: Config) -> int:
     from zfabric.batchsource import Source
     from zfabric.cli.batch import load_count
 
-    given = config.worker
-    contract = Contract(
-        given.max_batch or fabric.MAX_BATCH,
-        given.max_tokens or fabric.MAX_TOKENS,
-        given.max_input or fabric.MAX_INPUT,
+    # Padding is what is compared, so it is counted for an engine that would not pad, too.
+    contract = dataclasses.replace(
+        fabric.contract_of(config.worker.engine, config.worker), ragged=False
     )
     path = Path(args.input)
     try:

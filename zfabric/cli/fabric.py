@@ -17,12 +17,15 @@ from typing import Any
 
 from zfabric.cli.children import Children
 from zfabric.config import WorkerConfig
-from zfabric.errors import FabricError, TimeoutExpired
+from zfabric.errors import ConfigError, FabricError, TimeoutExpired
+from zfabric.shapes import Contract
 
 START_S = 30.0
 # A worker that has left its broker is gone, and has said why, after this.
 EXIT_S = 2.0
 POLL_S = 0.05
+# A child that ended with this was told something that it cannot use.
+EXIT_USAGE = 2
 # What a worker's log says when the server of its engine was not there, or wanted nothing of it.
 UNREACHABLE = "a batch failed: unreachable: "
 # What follows it: where it was raised.
@@ -33,16 +36,27 @@ LOG_BYTES = 16 * 1024
 MAX_BATCH, MAX_TOKENS, MAX_INPUT = 32, 65_536, 8_192
 
 
-def contract_flags(engine: str, given: WorkerConfig) -> list[str]:
-    """The contract as flags of a worker: what was given, else what suits most."""
+def contract_of(engine: str | None, given: WorkerConfig) -> Contract:
+    """What was given, else what suits the engine, else what suits most. Raises ConfigError."""
     from zfabric_workers import engine_class
 
-    words = ["--max-batch", str(given.max_batch or MAX_BATCH)]
-    words += ["--max-tokens", str(given.max_tokens or MAX_TOKENS)]
-    words += ["--max-input", str(given.max_input or MAX_INPUT)]
-    words += ["--window", str(given.window)]
-    pads = getattr(engine_class(engine), "pads", True)
-    return [*words, "--ragged" if given.ragged or not pads else "--no-ragged"]
+    known = None if engine is None else engine_class(engine)
+    items, tokens = getattr(known, "suits", (MAX_BATCH, MAX_TOKENS))
+    return Contract(
+        given.max_batch or items,
+        given.max_tokens or tokens,
+        given.max_input or MAX_INPUT,
+        ragged=bool(given.ragged) or not getattr(known, "pads", True),
+    )
+
+
+def contract_flags(engine: str, given: WorkerConfig) -> list[str]:
+    """The same as flags of a worker."""
+    contract = contract_of(engine, given)
+    words = ["--max-batch", str(contract.batch_items_max)]
+    words += ["--max-tokens", str(contract.batch_tokens_max)]
+    words += ["--max-input", str(contract.input_tokens_max), "--window", str(given.window)]
+    return [*words, "--ragged" if contract.ragged else "--no-ragged"]
 
 
 def engine_options(args: argparse.Namespace, engine: str, workers: int) -> dict[str, str]:
@@ -67,7 +81,8 @@ def engine_options(args: argparse.Namespace, engine: str, workers: int) -> dict[
 
 def start_broker(children: Children, storage: Sequence[str], flags: Sequence[str]) -> str:
     """Start a broker on loopback, on free ports; its address once it is ready."""
-    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", *storage, *flags]
+    words = ["broker", "--bind", "127.0.0.1", "--port", "0", "--json", "--keys", "none"]
+    words += [*storage, *flags]
     broker = children.start("broker", words)
     address: str = children.ready_line("broker", broker, START_S)["producers"]
     return address
@@ -86,7 +101,7 @@ def start_workers(
     names = [f"{engine}-{k}" for k in range(workers)]
     for name in names:
         words = ["worker", "--engine", engine, "--model", model, "--name", name]
-        words += ["--broker", address, *contract]
+        words += ["--broker", address, "--key", "none", *contract]
         for option, value in options.items():
             words += ["--opt", f"{option}={value}"]
         children.start(name, words)
@@ -100,7 +115,7 @@ def await_workers(
     from zfabric.client import Client
 
     until = time.monotonic() + START_S
-    client = Client(address, role="operator", timeout_s=START_S)
+    client = Client(address, role="operator", timeout_s=START_S, key="none")
     try:
         while True:
             rows = client.request("workers", START_S)
@@ -137,7 +152,8 @@ class Watching:
                 raise FabricError(text)
             self._workers.discard(name)
             if not self._workers:
-                raise FabricError(f"no worker is left; {text}")
+                wrong = ConfigError if code == EXIT_USAGE else FabricError
+                raise wrong(f"no worker is left; {text}")
             self._notice(text)
 
     def why(self, quiet_s: float) -> str | None:

@@ -157,7 +157,15 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
         "held",
         f"{size(held)} of {size(limit)}, oldest {duration(status['oldest_item_age_s'])}",
     )
+    yield "access", _access(status["security"])
     yield from _storage(status)
+
+
+def _access(security: Map) -> str:
+    """Whether keys are asked for, and who was refused."""
+    refused = [f"{number:,} {reason}" for reason, number in security["refusals"].items() if number]
+    said = f"keys of {counted(security['users'], 'user')}" if security["keys"] else "no keys"
+    return f"{said}; refused: {', '.join(refused) or 'nobody'}"
 
 
 def _storage(status: Map) -> Iterable[tuple[str, str]]:

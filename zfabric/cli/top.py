@@ -105,11 +105,13 @@ def watch(
 
     Raises ConnectError.
     """
+    key = common.key_of(settings)
     client = common.connect(settings)
     host, _ = parse_address(client.address)
     stats = format_address(host, client.welcome["stats_port"])
     address = client.address
     client.close()
+    from zfabric.keys import client_key
     from zfabric_tui.app import TopApp
     from zfabric_tui.desk import BrokerDesk
     from zfabric_tui.feed import LiveFeed
@@ -117,9 +119,9 @@ def watch(
 
     recorder = None if record is None else Recorder(record, record_mib)
     app = TopApp(
-        LiveFeed(stats, recording=record is not None),
+        LiveFeed(stats, recording=record is not None, key=client_key(key)),
         address,
-        desk=BrokerDesk(settings.broker, settings.timeout_s),
+        desk=BrokerDesk(settings.broker, settings.timeout_s, key),
         readonly=readonly,
         hz=hz,
         ascii_only=_ascii_wanted(ascii_only),

@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         engine=engine,
         simulated=getattr(engine_class(engine), "simulated", engine == "sim"),
         timeout_s=settings.client.timeout_s,
+        key=common.key_of(settings.client),
+        broker_port=settings.worker.broker_port,
     )
     signals: list[int] = []
 

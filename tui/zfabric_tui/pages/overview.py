@@ -150,7 +150,7 @@ def _card(view: View, w: dict[str, Any]) -> tuple[str, ...]:
         amount(rate[1] if rate else None),
         percent(w["batch_fill_ratio"]),
         percent(w["cache_hit_ratio"]),
-        w["measured_by"] or "n/a",
+        plain(w["measured_by"] or "n/a", NAME_CHARS),
         f"{w['heartbeat_age_s']:.1f} s",
     )
 

@@ -1,0 +1,95 @@
+"""Sockets: a peer that fills a channel nobody reads, and resets it, must not end the process."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Longer than any interval at which libzmq would speak of its own accord.
+STILL_S = 6.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+MESSAGE = b"\x00\x64" + b"x" * 100
+
+STANDING_BROKER = f"""
+import threading
+from zfabric.broker import Broker
+from zfabric.config import BrokerConfig
+broker = Broker(BrokerConfig(port=0, memory=True))
+print(broker.bind().producers, flush=True)
+input()
+threading.Event().wait({STILL_S})
+broker.close()
+print("alive", flush=True)
+"""
+# A client whose thread is held up, connected to us.
+STANDING_CLIENT = f"""
+import sys, threading, zmq
+from zfabric.transport import connect_watched
+context = zmq.Context()
+dealer, handshakes = connect_watched(context, sys.argv[1], None)
+input()
+threading.Event().wait({STILL_S})
+print("alive", flush=True)
+handshakes.close()
+context.destroy(linger=0)
+"""
+
+
+def fill_and_reset(peer: socket.socket) -> None:
+    """Speak just enough ZMTP, send until nothing more is taken, and reset the connection."""
+    peer.settimeout(30)
+    peer.sendall(GREETING)
+    wanted = 64
+    while wanted:
+        wanted -= len(peer.recv(wanted))
+    peer.sendall(b"\x04" + bytes([len(READY)]) + READY)
+    assert peer.recv(1)
+    peer.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        while True:
+            peer.sendall(MESSAGE * 200)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+
+
+def start(code: str, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.e2e
+def test_reset_of_a_channel_that_the_broker_does_not_read() -> None:
+    process = start(STANDING_BROKER)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip().rsplit(":", 1)[1]
+        fill_and_reset(socket.create_connection(("127.0.0.1", int(port))))
+        out, err = process.communicate("\n", timeout=60)
+        assert (process.returncode, out) == (0, "alive\n"), err
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.e2e
+def test_reset_of_a_channel_that_a_client_does_not_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = start(STANDING_CLIENT, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        try:
+            server.settimeout(30)
+            peer, _ = server.accept()
+            server.close()
+            fill_and_reset(peer)
+            out, err = process.communicate("\n", timeout=60)
+            assert (process.returncode, out) == (0, "alive\n"), err
+        finally:
+            process.kill()
+            process.communicate()

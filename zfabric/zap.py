@@ -1,0 +1,175 @@
+"""The authenticator: answers libzmq's question about every connection (ZAP, RFC 27).
+
+It has no thread: its socket is one more of those that the broker's loop polls. libzmq holds each
+handshake until it is answered, and with ZAP_ENFORCE_DOMAIN it refuses all of them where nobody
+answers, so a loop that stands still lets nobody in. Decided here: nothing but what each failure of
+a handshake is called; who may open what is the gate's. A message carries the public half of its
+connection's key as `User-Id`, put there by the answer, never by the peer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from zfabric import access
+from zfabric.errors import ConfigError, PeerError
+from zfabric.gate import Gate
+from zfabric.keys import ClientKey, KeyPair, Keyring
+
+ENDPOINT = "inproc://zeromq.zap.01"
+VERSION = b"1.0"
+# version, request id, domain, address, routing id, mechanism, then the key
+CURVE_FRAMES = 7
+# Handshakes answered in a turn, some 20 us each.
+ANSWERS_MAX = 256
+# Failures read in a turn, some 10 us each.
+FAILURES_MAX = 1_024
+# The list of keys is looked at this often: a revoked key is good for no longer.
+LOOK_S = 0.5
+# Values of ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL: <zmq.h>, ZMQ_PROTOCOL_ERROR_ZMTP_*.
+CRYPTOGRAPHIC, MECHANISM_MISMATCH = 0x11000001, 0x11000002
+# A peer without a key may see that one is asked for before this side does, and go: no detail then.
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REASON_OF = {
+    CRYPTOGRAPHIC: access.SERVER_KEY_WRONG,
+    MECHANISM_MISMATCH: access.KEY_MISSING,
+}
+# Addresses of monitors: the number makes them differ within a process.
+_numbers = itertools.count(1)
+
+Socket = zmq.Socket[bytes]
+
+
+class Authenticator:
+    """Guards the sockets of one broker. Raises ConfigError where its keys cannot be had."""
+
+    def __init__(self, context: zmq.Context[Socket], directory: Path, gate: Gate) -> None:
+        self._context = context
+        self._gate = gate
+        self._ring = Keyring(directory)
+        self._server = self._ring.server()
+        self._stamp = self._ring.stamp()
+        gate.replace(self._ring.table())
+        self._next_look_s = 0.0
+        self._questions: Socket = context.socket(zmq.ROUTER)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.bind(ENDPOINT)
+        # the guarded sockets, and where their failures are read
+        self._monitors: dict[str, tuple[Socket, Socket]] = {}
+
+    def secure(self, socket: Socket, endpoint: str) -> None:
+        """Ask for keys at a socket that is not bound yet."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._server.secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, endpoint.encode())
+        # Without it libzmq lets everybody in while nobody answers.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        address = f"inproc://zfabric-handshakes-{next(_numbers)}"
+        socket.monitor(address, FAILURES)
+        monitor: Socket = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.connect(address)
+        self._monitors[endpoint] = socket, monitor
+
+    def release(self, endpoint: str) -> None:
+        """Before a socket is closed: libzmq's thread would wait for ever for its events' reader."""
+        socket, monitor = self._monitors.pop(endpoint)
+        if not socket.closed:
+            socket.disable_monitor()
+        monitor.close(0)
+
+    @property
+    def waits_on(self) -> Socket:
+        """What to poll; failures are read in the turns that come anyway."""
+        return self._questions
+
+    def own_key(self) -> ClientKey:
+        """A key for this process, which may look; it is in no file."""
+        pair = KeyPair.fresh()
+        self._gate.add_own(pair.public)
+        return ClientKey("zfabric", "monitor", pair, self._server.public)
+
+    def turn(self, now: float) -> None:
+        """Answer who knocks, and count who failed."""
+        for _ in range(ANSWERS_MAX):
+            try:
+                question = self._questions.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._answer(question, now)
+        for endpoint, (_, monitor) in self._monitors.items():
+            for _ in range(FAILURES_MAX):
+                try:
+                    event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                detailed = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                reason = REASON_OF.get(event["value"] if detailed else 0, access.HANDSHAKE)
+                self._gate.turned_away(reason, f"{access.REASONS[reason]}, at {endpoint}", now)
+
+    def look(self, now: float) -> set[str]:
+        """Read the list of keys where it has changed; returns keys that count no more.
+
+        A list that cannot be read changes nothing, and is said once.
+        """
+        if now < self._next_look_s:
+            return set()
+        self._next_look_s = now + LOOK_S
+        stamp = self._ring.stamp()
+        if stamp == self._stamp:
+            return set()
+        self._stamp = stamp
+        try:
+            if stamp is None:
+                raise ConfigError(f"{self._ring.clients_path} is gone")
+            table = self._ring.table()
+        except ConfigError as error:
+            self._gate.unreadable(str(error), now)
+            return set()
+        ended = self._gate.replace(table)
+        self._gate.reloaded(len(table), now)
+        return ended
+
+    def _answer(self, question: list[bytes], now: float) -> None:
+        routing_id, _, version, request, domain, address, _, mechanism, *credentials = (
+            question if len(question) >= CURVE_FRAMES + 2 else [*question, *[b""] * 9]
+        )
+        public, status = "", b"400"
+        endpoint = domain.decode("ascii", "replace")
+        try:
+            if version != VERSION or mechanism != b"CURVE" or len(credentials[0]) != 32:
+                raise PeerError(access.HANDSHAKE, access.REASONS[access.HANDSHAKE])
+            public = z85.encode(credentials[0]).decode("ascii")
+            self._gate.opens(endpoint, public)
+            status = b"200"
+        except PeerError as error:
+            where = f"{address.decode('ascii', 'replace')} at {endpoint}"
+            self._gate.turned_away(error.code, f"{where}: {error.text}", now)
+        answer = [VERSION, request, status, b"", public.encode() if status == b"200" else b"", b""]
+        # It may have gone away meanwhile: the answer is dropped then.
+        self._questions.send_multipart([routing_id, b"", *answer], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Before the guarded sockets: answer nobody any more, from now on nothing gets in."""
+        for endpoint in list(self._monitors):
+            self.release(endpoint)
+        self._questions.close(0)
+
+
+def receive(socket: Socket) -> tuple[str | None, bytes, list[bytes]]:
+    """(public half of the sender's key, routing id, frames). Raises zmq.Again as NOBLOCK does."""
+    first = socket.recv(zmq.NOBLOCK, copy=False)
+    frames: list[bytes] = []
+    while socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.NOBLOCK))
+    try:
+        public = first.get("User-Id")
+    except zmq.ZMQError:
+        # No authenticator has seen this connection: nobody is to be believed.
+        public = None
+    return (str(public) or None) if public is not None else None, first.bytes, frames
