@@ -135,7 +135,9 @@ class OsFiles:
         """
 
         def fail(error: OSError) -> None:
-            raise error
+            # A broker at work removes directories that have become empty.
+            if not isinstance(error, FileNotFoundError):
+                raise error
 
         found: list[Path] = []
         with named(directory):
