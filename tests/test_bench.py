@@ -17,6 +17,7 @@ from zfabric.bench import hotpath, lengths, order, plot, policies, wall, waste
 from zfabric.bench.replay import CONTRACT, Classes, Replay, Totals, Windows
 from zfabric.cli import main
 from zfabric.errors import ConfigError
+from zfabric.packing import Packed
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "mooncake_conversation.jsonl"
 
@@ -73,6 +74,20 @@ def test_other_ways_of_packing_pack_each_item_once(make: Callable[[], waste.Pack
     packer.drain(60, 0.0)
     packer.drain(0, 0.0)
     assert (packer.totals.items, packer.totals.real_tokens) == (333, sum(drawn))
+
+
+def test_totals_add_up_whenever_they_are_asked() -> None:
+    often, once = Totals(), Totals()
+    for count, pad_to in [(1, 8), (32, 64), (1, 8), (32, 4_096)]:
+        packed = Packed(count, pad_to, pad_to)
+        often.book(count * pad_to - 1, packed)
+        once.book(count * pad_to - 1, packed)
+        assert often.batches
+    assert often.ratios() == once.ratios()
+    once.add(often)
+    assert (once.batches, once.items, once.real_tokens) == (8, 132, 2 * often.real_tokens)
+    assert once.padded_tokens == 2 * often.padded_tokens == 2 * (16 + 2_048 + 131_072)
+    assert once.ratios()["fill_ratio"] == (2 * (1 / 32) + 2) / 4
 
 
 def test_sorted_window_pads_by_hand() -> None:
@@ -295,6 +310,8 @@ def test_commands_print_a_table(words: list[str], capsys: pytest.CaptureFixture[
         (["waste", "--backlogs", "0"], "--backlogs must be more than 0"),
         (["order", "--max-waits", "-1"], "--max-waits must be at least 0"),
         (["wall", "--lengths", "/nowhere.csv"], "cannot be read"),
+        (["wall", "--plot", "wall.png"], "must end in .svg"),
+        (["wall", "--plot", "/nowhere/wall.svg"], "there is no folder /nowhere"),
     ],
 )
 def test_wrong_words_are_refused_with_what_to_say(

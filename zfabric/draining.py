@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, KeysView, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from operator import itemgetter
+from operator import itemgetter, neg
 from typing import Generic, NamedTuple, TypeVar
 
 from zfabric.affinity import Affinity
@@ -33,6 +33,8 @@ K = TypeVar("K", bound=Hashable)
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 # Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
 HEAP_SLACK = 64
+# A change of one key in so many rebuilds the heap: all entries are made in one go, none is stale.
+REBUILD_PAYS = 4
 # Items served on one visit from which a switch has paid for itself: a miss for each card is a share
 # of a few thousandths then, and waiting would leave all cards idle for it.
 VISIT_PAYS_ITEMS = 1_000
@@ -75,15 +77,15 @@ class Fullest(Generic[K]):
     surface, and by a rebuild once they outnumber the live ones.
     """
 
-    __slots__ = ("_added", "_heap", "_order", "changed", "live")
+    __slots__ = ("_heap", "added", "changed", "live", "order")
 
     def __init__(self) -> None:
-        # Tokens of each key. Whoever changes one here says so in `changed`.
+        # Tokens of each key. Whoever changes one here says so in `changed`, and numbers a new one.
         self.live: dict[K, int] = {}
-        self._order: dict[K, int] = {}
+        self.order: dict[K, int] = {}
         self.changed: set[K] = set()
         self._heap: list[tuple[int, int, K]] = []
-        self._added = 0
+        self.added = 0
 
     def __len__(self) -> int:
         return len(self.live)
@@ -95,8 +97,8 @@ class Fullest(Generic[K]):
     def set(self, key: K, tokens: int) -> None:
         """Add the key, or give it another number of tokens (0 is a number)."""
         if key not in self.live:
-            self._order[key] = self._added
-            self._added += 1
+            self.order[key] = self.added
+            self.added += 1
         self.live[key] = tokens
         self.changed.add(key)
 
@@ -107,26 +109,29 @@ class Fullest(Generic[K]):
             live[key] += tokens
         else:
             live[key] = tokens
-            self._order[key] = self._added
-            self._added += 1
+            self.order[key] = self.added
+            self.added += 1
         self.changed.add(key)
 
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
         if self.live.pop(key, None) is not None:
-            del self._order[key]
+            del self.order[key]
             self.changed.discard(key)
-            self._bound()
+            if not self.live:
+                self._heap.clear()
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
-        heap, live, order = self._heap, self.live, self._order
-        if self.changed:
-            for key in self.changed:
-                heappush(heap, (-live[key], order[key], key))
-            self.changed.clear()
-            self._bound()
-            heap = self._heap
+        heap, changed, live, order = self._heap, self.changed, self.live, self.order
+        if changed:
+            few = len(changed) * REBUILD_PAYS < len(live)
+            if few and len(heap) + len(changed) <= 2 * len(live) + HEAP_SLACK:
+                for key in changed:
+                    heappush(heap, (-live[key], order[key], key))
+            else:
+                heap = self._rebuild()
+            changed.clear()
         while heap:
             tokens, added, key = heap[0]
             if live.get(key) == -tokens and order[key] == added:
@@ -134,11 +139,12 @@ class Fullest(Generic[K]):
             heappop(heap)
         return None
 
-    def _bound(self) -> None:
-        if len(self._heap) > 2 * len(self.live) + HEAP_SLACK:
-            order = self._order
-            self._heap = [(-tokens, order[key], key) for key, tokens in self.live.items()]
-            heapify(self._heap)
+    def _rebuild(self) -> list[tuple[int, int, K]]:
+        live, order = self.live, self.order
+        entries = zip(map(neg, live.values()), map(order.__getitem__, live), live, strict=True)
+        self._heap = list(entries)
+        heapify(self._heap)
+        return self._heap
 
 
 class _Ready(Generic[K]):
@@ -148,10 +154,8 @@ class _Ready(Generic[K]):
         "forced_at",
         "fullest",
         "items",
-        "items_total",
         "max_wait_s",
         "since",
-        "tokens_total",
     )
 
     def __init__(self, max_wait_s: float) -> None:
@@ -162,8 +166,6 @@ class _Ready(Generic[K]):
         # Not a dict, which takes longer to find its first key the more were removed before it.
         self.since: OrderedDict[K, float] = OrderedDict()
         self.forced_at: float | None = None
-        self.items_total = 0
-        self.tokens_total = 0
 
     def added(self, key: K, items: int, tokens: int, now: float) -> None:
         if items < 1 or tokens < 0:
@@ -175,44 +177,41 @@ class _Ready(Generic[K]):
             ready[key] = items
             self.since[key] = now
         self.fullest.add(key, tokens)
-        self.items_total += items
-        self.tokens_total += tokens
 
     def added_rows(self, rows: Sequence[tuple[K, int, int]], now: float) -> None:
         if not rows:
             return
         if min(map(_ITEMS, rows)) < 1 or min(map(_TOKENS, rows)) < 0:
             raise InvariantError("a key cannot become ready without an item")
-        counts, fullest = self.items, self.fullest
+        counts, fullest, live = self.items, self.fullest, self.fullest.live
         for key, items, tokens in rows:
             if key in counts:
                 counts[key] += items
-                fullest.live[key] += tokens
+                live[key] += tokens
             else:
                 counts[key] = items
                 self.since[key] = now
-                fullest.set(key, tokens)
+                live[key] = tokens
+                fullest.order[key] = fullest.added
+                fullest.added += 1
         fullest.changed.update(map(_KEY, rows))
-        self.items_total += sum(map(_ITEMS, rows))
-        self.tokens_total += sum(map(_TOKENS, rows))
 
     def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
         """True if nothing of the key is left."""
-        items_left = self.items.get(key, 0) - items
-        tokens_left = self.fullest.live.get(key, 0) - tokens
+        counts, fullest = self.items, self.fullest
+        items_left = counts.get(key, 0) - items
+        tokens_left = fullest.live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
-        if not items_left and tokens_left:
-            raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
-        self.items_total -= items
-        self.tokens_total -= tokens
         if not items_left:
-            del self.items[key], self.since[key]
-            self.fullest.discard(key)
+            if tokens_left:
+                raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
+            del counts[key], self.since[key]
+            fullest.discard(key)
             return True
-        self.items[key] = items_left
-        self.fullest.live[key] = tokens_left
-        self.fullest.changed.add(key)
+        counts[key] = items_left
+        fullest.live[key] = tokens_left
+        fullest.changed.add(key)
         if served:
             self.since[key] = now
             self.since.move_to_end(key)
@@ -249,7 +248,8 @@ class Draining(Generic[K]):
 
     __slots__ = (
         "_affinity", "_arrived_at", "_chain", "_chain_of", "_first_at", "_leave_at", "_limits",
-        "_more", "_ready", "_served_items", "current", "forced_switches_total", "switches_total",
+        "_more", "_ready", "_served_items", "current", "forced_switches_total", "ready_items",
+        "ready_tokens", "switches_total",
     )  # fmt: skip
 
     def __init__(
@@ -264,6 +264,9 @@ class Draining(Generic[K]):
         # Of the current shape, or of the last one: it may be forgotten while it is current.
         self._chain: Sequence[int] = ()
         self._more: set[Hashable] = set()
+        # Of all shapes together.
+        self.ready_items = 0
+        self.ready_tokens = 0
         self.current: K | None = None
         # Changes from one shape to another (a start is none), and those that max_wait forced.
         self.switches_total = 0
@@ -276,16 +279,6 @@ class Draining(Generic[K]):
         self._served_items = 0
         # When each ready shape last got an item: one that gets none any more is not waited for.
         self._arrived_at: dict[K, float] = {}
-
-    @property
-    def ready_items(self) -> int:
-        """Items ready, all shapes together."""
-        return self._ready.items_total
-
-    @property
-    def ready_tokens(self) -> int:
-        """Tokens ready, all shapes together."""
-        return self._ready.tokens_total
 
     def ready(self, key: K) -> tuple[int, int]:
         """(items, tokens) ready of one shape."""
@@ -302,6 +295,8 @@ class Draining(Generic[K]):
         """
         was_idle = not self._ready.items
         self._ready.added(key, items, tokens, now)
+        self.ready_items += items
+        self.ready_tokens += tokens
         if self._chain_of is not None:
             self._affinity.add(key, self._chain_of(key))
         self._arrived_at[key] = now
@@ -314,6 +309,8 @@ class Draining(Generic[K]):
         Raises InvariantError, changing nothing, if so much was not ready.
         """
         left = self._ready.removed(key, items, tokens, now, served)
+        self.ready_items -= items
+        self.ready_tokens -= tokens
         if served and key == self.current:
             self._served_items += items
         if not left:
@@ -417,12 +414,12 @@ class LaneDraining:
     @property
     def ready_items(self) -> int:
         """Items ready, all lanes together."""
-        return self._ready.items_total
+        return sum(self._ready.items.values())
 
     @property
     def ready_tokens(self) -> int:
         """Tokens ready, all lanes together."""
-        return self._ready.tokens_total
+        return sum(self._ready.fullest.live.values())
 
     @property
     def ready_lanes(self) -> KeysView[int]:
@@ -431,7 +428,8 @@ class LaneDraining:
 
     def ready(self, lane: int) -> tuple[int, int]:
         """(items, tokens) ready of one lane."""
-        return self._ready.items.get(lane, 0), self._ready.fullest.tokens(lane)
+        ready = self._ready
+        return ready.items.get(lane, 0), ready.fullest.live.get(lane, 0)
 
     def passed_over_s(self, lane: int, now: float) -> float:
         """Seconds since the lane became ready or was last served; 0 if nothing of it is ready."""
@@ -456,15 +454,16 @@ class LaneDraining:
 
         Raises InvariantError, changing nothing, if so much was not ready.
         """
-        quiescing = self._quiescing
-        calm = now < self._calm_until
-        forced = not calm and served and lane not in quiescing
-        forced = forced and self._ready.is_overdue(lane, now)
-        if self._ready.removed(lane, items, tokens, now, served) and quiescing:
-            quiescing.pop(lane, None)
+        forced = served and now >= self._calm_until and self._is_forced(lane, now)
+        if self._ready.removed(lane, items, tokens, now, served) and self._quiescing:
+            self._quiescing.pop(lane, None)
         if forced:
             self._ready.forced_at = now
             self.forced_total += 1
+
+    def _is_forced(self, lane: int, now: float) -> bool:
+        """Whether serving the lane is due to max_wait alone."""
+        return lane not in self._quiescing and self._ready.is_overdue(lane, now)
 
     def quiesce(self, lane: int) -> None:
         """Serve the lane's ready items first; ends with them, so that a reused id starts afresh.
@@ -479,8 +478,11 @@ class LaneDraining:
 
         Quiescing lanes come first, then one that is overdue, then the one with the most tokens.
         """
-        due = self.due(now)
-        return due if due is not None else self._ready.fullest.first()
+        if self._quiescing or now >= self._calm_until:
+            due = self.due(now)
+            if due is not None:
+                return due
+        return self._ready.fullest.first()
 
     def due(self, now: float) -> int | None:
         """The lane that goes before any order: the first to quiesce, or one that is overdue."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from math import isqrt
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain, compress, islice, repeat
+from math import inf, isqrt
 from operator import ge
 from typing import NamedTuple
 
@@ -46,9 +46,6 @@ QUIESCE_AFTER_S = 5.0
 # saves some 100 ns over one of an array, and the copy takes some 20 ns a lane.
 LIST_PAYS_LANES = 4
 
-# Items of a message for each lane from which its runs are worth looking for, three searches each.
-RUNS_PAY_ITEMS = 4
-
 # Why an item may be padded, fixed when it is assigned; the waste ledger adds up by these.
 TAG_THRESHOLD = 0  # within the moving threshold, or it opened its lane
 TAG_FLOOR = 1  # over the threshold, but by fewer than OPEN_FLOOR_TOKENS
@@ -67,6 +64,16 @@ class Assigned(NamedTuple):
     targets: list[int]
     # TAG_THRESHOLD, TAG_FLOOR or TAG_FORCED.
     tags: bytearray
+
+
+class Runs(NamedTuple):
+    """Columns, one entry per run: items in a row that join one lane with one tag."""
+
+    lane_ids: Sequence[int]
+    counts: Sequence[int]
+    # As in `Assigned`, of each item of the run.
+    targets: Sequence[int]
+    tags: Sequence[int]
 
 
 class LaneRow(NamedTuple):
@@ -109,7 +116,8 @@ class Lanes:
         # The search list: targets ascending, ids beside them. Open lanes only.
         self._targets = array("I")
         self._ids = array("H")
-        # Columns by lane id, as long as the highest id in use needs.
+        # Columns by lane id, as long as the highest id in use needs. Touched is when an open lane
+        # last got an item, and infinity of any other id.
         self._outstanding = array("I")
         self._touched = array("d")
         # Bit n is lane id n in use. The lowest clear bit is the lowest free id and its length is
@@ -139,97 +147,139 @@ class Lanes:
         The first target >= length is compared with its lower neighbour on waste fraction; since
         taking an item raises the lower lane to the item's length, a fraction is always gap over
         target after, and the lower one is less exactly where length < sqrt(target x lower target).
-        A tie goes to the upper lane, which need not grow. In a message sorted from the longest
-        down, all items down to where the answer would change join in one step.
+        A tie goes to the upper lane, which need not grow.
 
         Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
         """
+        lane_ids, counts, targets, tags = self.assign_runs(lengths, now)
+        if len(counts) == len(lengths):
+            return Assigned(list(lane_ids), list(targets), bytearray(tags))
+        return Assigned(
+            list(chain.from_iterable(map(repeat, lane_ids, counts))),
+            list(chain.from_iterable(map(repeat, targets, counts))),
+            bytearray(chain.from_iterable(map(repeat, tags, counts))),
+        )
+
+    def assign_runs(self, lengths: Sequence[int], now: float) -> Runs:
+        """As `assign`, but what joins a lane in one step is one entry of the columns.
+
+        In a message sorted from the longest down, all items down to where the answer would change
+        join in one step; in any other, each item is a run of its own.
+        """
         if lengths and not 0 <= min(lengths) <= max(lengths) <= TOKENS_MAX:
             raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
-        assigned = Assigned([], [], bytearray(len(lengths)))
         lanes = len(self._ids)
+        if lengths and not lanes:
+            self._open(0, lengths[0], self._targets)
         # A list is searched faster than an array, but has to be made and written back.
         if len(lengths) * LIST_PAYS_LANES < lanes:
-            self._place(lengths, self._targets, assigned)
+            runs = self._place(lengths, self._targets)
         else:
             targets = self._targets.tolist()
-            self._place(lengths, targets, assigned)
+            runs = self._place(lengths, targets)
             self._targets = array("I", targets)
-        self._note(assigned, opened=len(self._ids) - lanes, now=now)
-        return assigned
+        self._note(runs, len(lengths), opened=len(self._ids) - lanes, now=now)
+        return runs
 
-    def _place(
-        self, lengths: Sequence[int], targets: array[int] | list[int], assigned: Assigned
-    ) -> None:
-        """The rule of `assign`; fills the columns and changes the targets."""
+    def _place(self, lengths: Sequence[int], targets: array[int] | list[int]) -> Runs:
+        """The rule of `assign`; changes the targets."""
         ids, lanes, find = self._ids, len(self._ids), bisect_left
-        lane_ids, targets_after, tags = assigned
-        # gap / target > threshold, multiplied out: gap * scale > target * allowance.
-        limit = self.lanes_limit
-        room = max(0, limit - self.lanes_active)
-        scale, allowance = 100 * limit, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room)
-        rising = None if len(lengths) < RUNS_PAY_ITEMS * lanes else _if_descending(lengths)
-        coming = iter(lengths)
+        room, allowance, scale = self._threshold()
+        lane_ids: list[int] = []
+        targets_after: list[int] = []
+        tags: list[int] = []
+        rows: list[tuple[int, int, int, int]] = []
+        rising, left, coming = _if_descending(lengths), len(lengths), iter(lengths)
         for length in coming:
-            position = above = find(targets, length)
-            if above < lanes:
-                target = targets[above]
+            position, raised, tag = find(targets, length), True, TAG_THRESHOLD
+            if position < lanes:
+                target = targets[position]
                 gap = target - length
                 # (target - length) / target > (length - below) / length, multiplied out.
-                if gap and above and length * length < target * targets[above - 1]:
-                    position, target, gap = above - 1, length, length - targets[above - 1]
-            elif above:
-                position, target, gap = above - 1, length, length - targets[above - 1]
-            else:
-                target, gap = length, OPEN_ALWAYS_TOKENS + 1
-            if gap * scale > target * allowance or gap > OPEN_ALWAYS_TOKENS:
+                raised = position > 0 and length * length < target * targets[position - 1]
+            if raised:
+                position -= 1
+                target, gap = length, length - targets[position]
+            widest = target * allowance // scale
+            if widest > OPEN_ALWAYS_TOKENS:
+                widest = OPEN_ALWAYS_TOKENS
+            if gap > widest:
                 if gap < OPEN_FLOOR_TOKENS:
-                    tags[len(lane_ids)] = TAG_FLOOR
+                    tag, widest = TAG_FLOOR, OPEN_FLOOR_TOKENS - 1
                 elif room:
-                    position, target = above, length
-                    ids.insert(above, self._claim())
-                    targets.insert(above, length)
-                    room -= 1
-                    lanes += 1
-                    allowance += _SPAN_PERCENT
+                    position, target, raised = position + raised, length, False
+                    self._open(position, length, targets)
+                    room, lanes, allowance = room - 1, lanes + 1, allowance + _SPAN_PERCENT
+                    widest = min(OPEN_ALWAYS_TOKENS, length * allowance // scale)
                 else:
-                    tags[len(lane_ids)] = TAG_FORCED
-            if position < above:
+                    tag, widest = TAG_FORCED, target
+            if raised:
                 targets[position] = length
-            elif rising is not None:
-                tag, left = tags[len(lane_ids)], len(lengths) - len(lane_ids)
-                below = targets[above - 1] if above else None
-                lowest = _lowest(target, below, tag, target * allowance // scale)
-                if skip := left - 1 - find(rising, lowest, 0, left - 1):
-                    tags[len(lane_ids) : len(lane_ids) + skip] = bytes((tag,)) * skip
-                    lane_ids += [ids[position]] * skip
-                    targets_after += [target] * skip
-                    tags[len(lane_ids)] = tag
-                    next(islice(coming, skip, skip), None)
-            lane_ids.append(ids[position])
-            targets_after.append(target)
+            if rising is None:
+                lane_ids.append(ids[position])
+                targets_after.append(target)
+                tags.append(tag)
+                continue
+            # The shortest length that joins this lane as this item did; but what follows is nearer
+            # to a target that this item has raised than it was to the old one.
+            lowest = target + 1 if raised and tag else target - widest
+            if position:
+                # From the square root of target x below upwards, rounded up, this lane wastes less.
+                below = targets[position - 1]
+                nearer = isqrt(target * below - 1) + 1 if below else 1
+                lowest = nearer if nearer > lowest else lowest
+            left -= 1
+            more = left - find(rising, lowest, 0, left)
+            rows.append((ids[position], more + 1, target, tag))
+            if more:
+                left -= more
+                next(islice(coming, more, more), None)
+        if rows:
+            return Runs(*zip(*rows, strict=True))
+        return Runs(lane_ids, [1] * len(lengths), targets_after, tags)
 
-    def _note(self, assigned: Assigned, opened: int, now: float) -> None:
+    def _threshold(self) -> tuple[int, int, int]:
+        """(lanes that may still open, allowance, scale): a gap may be target * allowance / scale.
+
+        Each lane that opens adds _SPAN_PERCENT to the allowance.
+        """
+        limit = self.lanes_limit
+        room = max(0, limit - self.lanes_active)
+        return room, _BASE_PERCENT * limit + _SPAN_PERCENT * (limit - room), 100 * limit
+
+    def _open(self, position: int, target: int, targets: array[int] | list[int]) -> None:
+        """The lowest free id begins at that place of the search list."""
+        self._ids.insert(position, self._claim())
+        targets.insert(position, target)
+
+    def _note(self, runs: Runs, items: int, opened: int, now: float) -> None:
         """Count what was assigned, a lane at a time."""
-        outstanding, touched = self._outstanding, self._touched
-        for lane, items in Counter(assigned.lane_ids).items():
-            outstanding[lane] += items
+        outstanding, touched, lane_ids = self._outstanding, self._touched, runs.lane_ids
+        single = len(lane_ids) == items
+        pairs = Counter(lane_ids).items() if single else zip(lane_ids, runs.counts, strict=True)
+        for lane, count in pairs:
+            outstanding[lane] += count
             touched[lane] = now
-        forced = assigned.tags.count(TAG_FORCED)
+        forced = sum(compress(runs.counts, map(TAG_FORCED.__eq__, runs.tags)))
         self.opened_total += opened
         self.forced_total += forced
-        self.crowded_total += len(assigned.lane_ids) * min(self.lanes_active, self.lanes_limit)
-        self.reused_total += len(assigned.lane_ids) - opened - forced
+        self.crowded_total += items * min(self.lanes_active, self.lanes_limit)
+        self.reused_total += items - opened - forced
 
     def removed(self, lane_id: int, count: int) -> bool:
         """`count` items of the lane are gone for good; True if its id became free now.
 
         Raises InvariantError, changing nothing, if so many were not outstanding.
         """
-        if not self._used >> lane_id & 1 or not 0 <= count <= self._outstanding[lane_id]:
+        try:
+            left = self._outstanding[lane_id] - count
+        except IndexError:
+            left = -1
+        # What is free has none outstanding, and not even none can be taken from it.
+        if left < 0 or count < 0 or not (count or self._used >> lane_id & 1):
             raise InvariantError(f"lane {lane_id} does not have {count} items outstanding")
-        self._outstanding[lane_id] -= count
-        if self._outstanding[lane_id] or not self.is_quiescing(lane_id):
+        self._outstanding[lane_id] = left
+        if left or lane_id not in self._quiescing:
             return False
         self._free((lane_id,))
         return True
@@ -237,10 +287,12 @@ class Lanes:
     def maintain(self, now: float) -> list[int]:
         """Retire idle lanes; return the ids that are newly quiescing and still hold items."""
         outstanding, touched = self._outstanding, self._touched
+        if not touched or now - min(touched) < QUIESCE_AFTER_S:
+            return []
         idle = [
             lane
             for lane in self._ids
-            if outstanding[lane] < QUIESCE_ITEMS and now - touched[lane] >= QUIESCE_AFTER_S
+            if now - touched[lane] >= QUIESCE_AFTER_S and outstanding[lane] < QUIESCE_ITEMS
         ]
         if not idle:
             return []
@@ -252,6 +304,8 @@ class Lanes:
         targets = dict(zip(self._ids, self._targets, strict=True))
         self._ids = array("H", [lane for lane in self._ids if lane not in gone])
         self._targets = array("I", [targets[lane] for lane in self._ids])
+        for lane in idle:
+            touched[lane] = inf
         quiescing = {lane: targets[lane] for lane in idle if outstanding[lane]}
         self._quiescing |= quiescing
         self._free(gone.difference(quiescing))
@@ -289,11 +343,19 @@ class Lanes:
         yield from sorted(quiescing, key=lambda lane: (-quiescing[lane], lane))
         yield from reversed(self._ids)
 
-    def below(self, target: int | None = None) -> Iterator[tuple[int, int]]:
-        """(id, target) of the open lanes below `target`, descending; assign nothing meanwhile."""
-        targets, ids = self._targets, self._ids
-        stop = len(targets) if target is None else bisect_left(targets, target)
-        return zip(reversed(ids[:stop]), reversed(targets[:stop]), strict=True)
+    def below(
+        self, target: int | None = None, among: Collection[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """(id, target) of the open lanes below `target` and `among` these, descending.
+
+        None is all of them. Assign nothing while iterating.
+        """
+        stop = len(self._ids) if target is None else bisect_left(self._targets, target)
+        ids, targets = self._ids[:stop], self._targets[:stop]
+        ids.reverse()
+        targets.reverse()
+        rows = zip(ids, targets, strict=True)
+        return rows if among is None else compress(rows, map(among.__contains__, ids))
 
     def target(self, lane_id: int) -> int:
         """The target of a lane in use, in tokens. Raises InvariantError if it is free."""
@@ -318,7 +380,7 @@ class Lanes:
         missing = lane_id + 1 - len(self._outstanding)
         if missing > 0:
             self._outstanding.frombytes(bytes(missing * self._outstanding.itemsize))
-            self._touched.frombytes(bytes(missing * self._touched.itemsize))
+            self._touched.extend(repeat(inf, missing))
         self._outstanding[lane_id] = 0
         self._used |= 1 << lane_id
         return lane_id
@@ -336,20 +398,3 @@ def _if_descending(lengths: Sequence[int]) -> list[int] | None:
     if not all(map(ge, lengths, islice(lengths, 1, None))):
         return None
     return list(reversed(lengths))
-
-
-def _lowest(target: int, below: int | None, tag: int, widest: int) -> int:
-    """The shortest length that joins a lane as a longer one with `tag` just did.
-
-    `below` is the target of its lower neighbour, `widest` the largest gap within the threshold.
-    """
-    if tag == TAG_THRESHOLD:
-        lowest = target - min(OPEN_ALWAYS_TOKENS, widest)
-    elif tag == TAG_FLOOR:
-        lowest = target - OPEN_FLOOR_TOKENS + 1
-    else:
-        lowest = 0
-    if below is None:
-        return lowest
-    # From the square root of target x below upwards, rounded up, the upper lane wastes less.
-    return max(lowest, isqrt(target * below - 1) + 1 if below else 1)

@@ -41,7 +41,7 @@ def pad_to_tokens(longest: int) -> int:
 
     An engine has no tensor of width 0, so a batch of empty prompts still pays for one multiple.
     """
-    return max(PAD_MULTIPLE_TOKENS, round_up_tokens(longest))
+    return -(-longest // PAD_MULTIPLE_TOKENS) * PAD_MULTIPLE_TOKENS or PAD_MULTIPLE_TOKENS
 
 
 def pack_strict(
@@ -66,12 +66,14 @@ def pack_tight(lengths: Sequence[int], contract: Contract) -> Packed:
     """
     if not lengths:
         raise InvariantError("a batch needs at least one item")
-    budget = contract.batch_tokens_max
-    lengths = lengths[: contract.batch_items_max]
+    budget, count = contract.batch_tokens_max, len(lengths)
+    if count > contract.batch_items_max:
+        count = contract.batch_items_max
+        lengths = lengths[:count]
     longest = max(lengths)
     pad_to = pad_to_tokens(longest)
-    if len(lengths) * pad_to <= budget:
-        return Packed(len(lengths), pad_to, longest)
+    if count * pad_to <= budget:
+        return Packed(count, pad_to, longest)
     # So many fit even if the longest of all is among them; from there on one by one.
     count = max(1, budget // pad_to)
     longest = max(lengths[:count])
@@ -101,26 +103,26 @@ def pack_group(
     count = real = pad_to = longest = 0
     places, budget = contract.batch_items_max, contract.batch_tokens_max
     for lane_id, lengths in lanes:
-        if not taken:
+        if not count:
             count, pad_to, longest = pack_tight(lengths, contract)
             real = sum(lengths[:count])
-            taken.append((lane_id, count))
+            joined = count
         else:
             chosen = lengths[: places - count]
-            top = max(chosen)
+            top, joined = max(chosen), len(chosen)
             wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            room = budget // wider - count
-            if room < len(chosen):
-                chosen = chosen[: max(0, room)]
-                top = max(chosen, default=0)
+            if (count + joined) * wider > budget:
+                chosen = chosen[: max(0, budget // wider - count)]
+                top, joined = max(chosen, default=0), len(chosen)
                 wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            total, tokens = count + len(chosen), real + sum(chosen)
-            if not chosen or total * wider - tokens > GROUP_PADDING_MAX_TOKENS:
+            real += sum(chosen)
+            if not joined or (count + joined) * wider - real > GROUP_PADDING_MAX_TOKENS:
                 break
-            taken.append((lane_id, len(chosen)))
-            count, real, pad_to = total, tokens, wider
-            longest = longest if longest >= top else top
-        if count >= places or (count + 1) * pad_to > budget or taken[-1][1] < len(lengths):
+            count, pad_to = count + joined, wider
+            if top > longest:
+                longest = top
+        taken.append((lane_id, joined))
+        if count >= places or joined < len(lengths) or (count + 1) * pad_to > budget:
             break
     if not taken:
         raise InvariantError("a batch needs at least one item")

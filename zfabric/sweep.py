@@ -9,7 +9,7 @@ it says where to go on, and whoever sends the batch remembers it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -34,24 +34,19 @@ def candidates(order: LaneDraining, lanes: Lanes, below: int | None, now: float)
     A lane that is due (quiescing, or passed over for max_wait) comes before them, and then its
     neighbours below. Raises InvariantError if nothing is ready.
     """
-    due = order.due(now)
+    due, ready = order.due(now), order.ready_lanes
     if due is not None:
         target = lanes.target(due)
-        others = (row for row in lanes.below(target + 1) if row[0] != due)
-        return Candidates(chain([(due, target)], _ready(order, others)), due=True)
-    rows = _ready(order, lanes.below(below))
+        others = (row for row in lanes.below(target + 1, ready) if row[0] != due)
+        return Candidates(chain([(due, target)], others), due=True)
+    rows = lanes.below(below, ready)
     head = next(rows, None)
     if head is None:
-        rows = _ready(order, lanes.below())
+        rows = lanes.below(None, ready)
         head = next(rows, None)
-    if head is None:
-        raise InvariantError("a batch was asked of a shape of which no lane is ready")
+        if head is None:
+            raise InvariantError("a batch was asked of a shape of which no lane is ready")
     return Candidates(chain([head], rows), due=False)
-
-
-def _ready(order: LaneDraining, rows: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    ready = order.ready_lanes
-    return (row for row in rows if row[0] in ready)
 
 
 def goes_on_below(
@@ -64,5 +59,6 @@ def goes_on_below(
     next sweep, and for more.
     """
     items, tokens = left
-    worth = lanes_taken > 1 or fills_batch(items, tokens, last_target, contract)
-    return last_target + 1 if items and worth else last_target
+    if items and (lanes_taken > 1 or fills_batch(items, tokens, last_target, contract)):
+        return last_target + 1
+    return last_target

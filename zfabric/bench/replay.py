@@ -6,12 +6,13 @@ times virtual seconds. A closed loop: whatever is over the backlog is packed at 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
-from zfabric.lanes import RUNS_PAY_ITEMS, Lanes
+from zfabric.lanes import Lanes
 from zfabric.packing import (
     BATCH_COST_TOKENS,
     Packed,
@@ -32,34 +33,60 @@ MAINTAIN_S = 0.1
 class Totals:
     """What batches have cost, all shapes and tenths added up as one likes."""
 
-    __slots__ = ("batches", "fill_sum", "items", "padded_tokens", "real_tokens")
+    __slots__ = ("_contract", "_packed", "_sizes", "real_tokens")
 
-    def __init__(self) -> None:
-        self.items = self.batches = self.real_tokens = self.padded_tokens = 0
-        self.fill_sum = 0.0
+    def __init__(self, contract: Contract = CONTRACT) -> None:
+        self._contract = contract
+        self.real_tokens = 0
+        # All that is asked of a batch follows from (items, pad-to): how many of each there were,
+        # and those that have not been counted yet.
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        self._packed: list[Packed] = []
 
-    def book(self, real_tokens: int, packed: Packed, contract: Contract) -> None:
+    def book(self, real_tokens: int, packed: Packed) -> None:
         """Count one batch."""
-        padded = packed.count * packed.pad_to
-        self.items += packed.count
-        self.batches += 1
         self.real_tokens += real_tokens
-        self.padded_tokens += padded
-        self.fill_sum += batch_fill(packed.count, padded, contract)
+        self._packed.append(packed)
+
+    def sizes(self) -> Counter[tuple[int, int]]:
+        """How many batches there were of each (items, pad-to)."""
+        self._sizes.update((count, pad_to) for count, pad_to, _ in self._packed)
+        self._packed.clear()
+        return self._sizes
+
+    @property
+    def batches(self) -> int:
+        """How many."""
+        return self.sizes().total()
+
+    @property
+    def items(self) -> int:
+        """Items in them."""
+        return sum(n * count for (count, _), n in self.sizes().items())
+
+    @property
+    def padded_tokens(self) -> int:
+        """Their tokens, padding included."""
+        return sum(n * count * pad_to for (count, pad_to), n in self.sizes().items())
 
     def add(self, other: Totals) -> None:
         """Count another's batches too."""
-        for field in self.__slots__:
-            setattr(self, field, getattr(self, field) + getattr(other, field))
+        self.real_tokens += other.real_tokens
+        self.sizes().update(other.sizes())
 
     def ratios(self) -> dict[str, float | None]:
         """Waste, mean fill and cost; None without batches."""
-        if not self.batches or not self.real_tokens:
+        batches, padded_tokens = self.batches, self.padded_tokens
+        if not batches or not self.real_tokens:
             return {"waste_ratio": None, "fill_ratio": None, "cost": None}
-        cost = self.padded_tokens + BATCH_COST_TOKENS * self.batches
+        cost = padded_tokens + BATCH_COST_TOKENS * batches
+        fills = (
+            n * batch_fill(count, count * pad_to, self._contract)
+            for (count, pad_to), n in self.sizes().items()
+        )
         return {
-            "waste_ratio": 1 - self.real_tokens / self.padded_tokens,
-            "fill_ratio": self.fill_sum / self.batches,
+            "waste_ratio": 1 - self.real_tokens / padded_tokens,
+            "fill_ratio": math.fsum(fills) / batches,
             "cost": cost / self.real_tokens,
         }
 
@@ -72,7 +99,7 @@ class Replay:
         self.order = LaneDraining(DrainLimits())
         self.contract = contract
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._pack = {"group": self._group, "tight": self._tight, "strict": self._strict}[packing]
         self._below: int | None = None
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
@@ -80,18 +107,18 @@ class Replay:
 
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
-        lane_ids = self.lanes.assign(lengths, now).lane_ids
-        queues, counts = self._lengths, Counter(lane_ids)
-        if len(counts) * RUNS_PAY_ITEMS > len(lengths):
+        lane_ids, runs, _, _ = self.lanes.assign_runs(lengths, now)
+        queues = self._lengths
+        if len(lane_ids) == len(lengths):
             for lane, length in zip(lane_ids, lengths, strict=True):
                 queues[lane].append(length)
+            rows = [(k, n, sum(queues[k][-n:])) for k, n in Counter(lane_ids).items()]
         else:
-            start = 0
-            for lane, run in groupby(lane_ids):
-                stop = start + len(list(run))
-                queues[lane] += lengths[start:stop]
-                start = stop
-        rows = [(k, n, sum(queues[k][-n:])) for k, n in counts.items()]
+            stops = list(accumulate(runs))
+            parts = list(map(lengths.__getitem__, map(slice, [0, *stops], stops)))
+            # A deque without room only runs the map.
+            deque(map(list.extend, map(queues.__getitem__, lane_ids), parts), maxlen=0)
+            rows = list(zip(lane_ids, runs, map(sum, parts), strict=True))
         self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
 
@@ -112,7 +139,7 @@ class Replay:
         if lane is not None:
             lengths = self._lengths[lane][: self.contract.batch_items_max]
             packed = pack_tight(lengths, self.contract)
-            self._take(((lane, packed.count),), packed, now)
+            self.totals.book(self._take(lane, packed.count, now), packed)
 
     def _strict(self, now: float) -> None:
         lane = self.order.choose(now)
@@ -120,37 +147,37 @@ class Replay:
             queue = self._lengths[lane]
             places = self.contract.batch_items_max
             packed = pack_strict(queue[:places], len(queue), max(queue), self.contract)
-            self._take(((lane, packed.count),), packed, now)
+            self.totals.book(self._take(lane, packed.count, now), packed)
 
     def _group(self, now: float) -> None:
         queues, places = self._lengths, self.contract.batch_items_max
         rows, due = candidates(self.order, self.lanes, self._below, now)
-        targets: list[int] = []
+        seen: list[tuple[int, int]] = []
 
         def lengths() -> Iterable[tuple[int, list[int]]]:
-            for lane, target in rows:
-                targets.append(target)
-                yield lane, queues[lane][:places]
+            for row in rows:
+                seen.append(row)
+                yield row[0], queues[row[0]][:places]
 
         taken, packed = pack_group(lengths(), self.contract)
-        self._take(taken, packed, now)
+        tokens = 0
+        for lane, count in taken:
+            tokens += self._take(lane, count, now)
+        self.totals.book(tokens, packed)
         if not due:
-            left = self.order.ready(taken[-1][0])
-            target = targets[len(taken) - 1]
+            lane, target = seen[len(taken) - 1]
+            left = self.order.ready(lane)
             self._below = goes_on_below(len(taken), target, left, self.contract)
 
-    def _take(self, taken: Sequence[tuple[int, int]], packed: Packed, now: float) -> None:
-        """Take so many items from the front of each of these lanes, as one batch."""
-        real = 0
-        for lane, count in taken:
-            queue = self._lengths[lane]
-            tokens = sum(queue[:count])
-            del queue[:count]
-            self.order.removed(lane, count, tokens, now, served=True)
-            self.lanes.removed(lane, count)
-            real += tokens
-        self.ready_items -= packed.count
-        self.totals.book(real, packed, self.contract)
+    def _take(self, lane: int, count: int, now: float) -> int:
+        """Take so many items from the front of the lane; returns their tokens."""
+        queue = self._lengths[lane]
+        tokens = sum(queue[:count])
+        del queue[:count]
+        self.ready_items -= count
+        self.order.removed(lane, count, tokens, now, True)
+        self.lanes.removed(lane, count)
+        return tokens
 
 
 class Classes:
@@ -158,7 +185,7 @@ class Classes:
 
     def __init__(self, key: Callable[[int], int], contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._key, self._contract = key, contract
         self._queues: defaultdict[int, list[int]] = defaultdict(list)
         self._order: Fullest[int] = Fullest()
@@ -186,7 +213,7 @@ class Classes:
             else:
                 self._order.discard(key)
             self.ready_items -= packed.count
-            self.totals.book(sum(taken), packed, self._contract)
+            self.totals.book(sum(taken), packed)
 
 
 class Windows:
@@ -194,7 +221,7 @@ class Windows:
 
     def __init__(self, items: int, contract: Contract = CONTRACT) -> None:
         self.ready_items = 0
-        self.totals = Totals()
+        self.totals = Totals(contract)
         self._items, self._contract = items, contract
         self._window: list[int] = []
 
@@ -215,6 +242,6 @@ class Windows:
             while start < len(window):
                 part = window[start : start + self._contract.batch_items_max]
                 packed = pack_tight(part, self._contract)
-                self.totals.book(sum(part[: packed.count]), packed, self._contract)
+                self.totals.book(sum(part[: packed.count]), packed)
                 start += packed.count
             self.ready_items -= len(window)

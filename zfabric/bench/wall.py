@@ -55,6 +55,8 @@ class Slice:
         lanes = replay.lanes
         counters = (lanes.opened_total, lanes.reused_total, lanes.forced_total)
         self.totals, self.shapes = replay.totals, 1
+        # Counts its batches, so that no slice keeps a row of each.
+        self.totals.sizes()
         self.lanes, self.pressure, self.threshold = (
             lanes.lanes_active,
             lanes.pressure,

@@ -56,7 +56,12 @@ def _add_wall(within: common.Commands) -> None:
         "--sort", action="store_true", help="sort messages from the longest down, as clients do"
     )
     number(wall, "--processes", 0, "processes to share the shapes; 0 is one a core")
-    wall.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the plot as SVG too")
+    wall.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.svg",
+        help="write the plot as SVG too (a PNG of it: rsvg-convert -o FILE.png FILE.svg)",
+    )
     common.add_json(wall)
 
 
@@ -151,6 +156,8 @@ def _wall(args: argparse.Namespace) -> int:
     check_positive(args, "lanes", "items", "shapes", "backlog", "rate")
     if args.items // args.shapes < wall.SLICES:
         raise ConfigError(f"--items must be at least {wall.SLICES} for each of the --shapes")
+    if args.plot:
+        _check_plot(args.plot)
     load = wall.Load(
         lengths=lengths.trace(args.lengths, args.column),
         lanes=args.lanes,
@@ -192,6 +199,17 @@ def _wall(args: argparse.Namespace) -> int:
         f"{found['items_per_cpu_s']:,.0f} items/s on one core, drawing included"
     )
     return 0
+
+
+def _check_plot(path: Path) -> None:
+    """Before a run of a minute, not after it. Raises ConfigError."""
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--plot {path} must end in .svg: the plot is an SVG; for a PNG, write the SVG and "
+            "convert it, for example with rsvg-convert -o wall.png wall.svg"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path} cannot be written: there is no folder {path.parent}")
 
 
 def _tenths(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
