@@ -271,6 +271,7 @@ def producer_exits(run: Run) -> None:
         "zfabric.chaos.exits", "submit", address=run.fabric.address, name=name, model=run.model
     )
     process.communicate(timeout=FINISH_S)
+    expect(process.returncode == 0, f"the producer ended with code {process.returncode}")
     heir = Load(run.fabric.address, name, run.chance, model=run.model)
     try:
         heir.await_results(1, FINISH_S)
