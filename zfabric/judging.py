@@ -428,6 +428,9 @@ class Judge:
                 continue
             gap = self._gaps.get((producer.index, number), 1)
             before = upto if safe and not gap else number - (gap or 1)
+            if number in floor.above and not gap:
+                # Behind a hole once; only its result is left, which does not say what was before.
+                before = number - 1
             if before > upto and (not safe or number in floor.above):
                 above.add(number)
                 continue

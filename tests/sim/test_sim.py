@@ -31,6 +31,7 @@ NAMED = {
     828: "a new file whose header was torn in its second copy: set aside, and nothing is lost",
     1411: "the same, in another order",
     2496: "a lane retired while a full disk held up its items: they were ready of no open lane",
+    7027: "a number behind a hole, of which only the result was left, was taken to fill the hole",
     2781: "two blows and a poisoned neighbour are three charges",
 }
 

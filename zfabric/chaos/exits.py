@@ -14,7 +14,7 @@ from zfabric.shapes import Shape
 def main() -> None:
     """Submit one item and vanish, without a word to the broker."""
     told = json.loads(sys.argv[2])
-    # What it does not acknowledge stays with the broker, even if the result is quicker than its end.
+    # What it does not acknowledge stays with the broker, even a result that comes before its end.
     client = Client(told["address"], name=told["name"], on_results=lambda arrivals, seq: None)
     client.submit(Item(Shape.of(told["model"], "prefix 0"), b"the last will", 7), timeout=30.0)
     os._exit(0)
