@@ -47,6 +47,9 @@ PEERS_MAX = 20_000
 JUDGE_S = 0.1
 # Writes of a turn, some 20 us each: in between, workers that are done get their next batch.
 WRITES_MAX = 128
+# Turns that a window waits for all that was taken in to be written. One that closes before is
+# partial: what retires in it must say which numbers it held, and that is read from its files.
+CUT_TURNS_MAX = 16
 # Payload bytes that wait in memory for a sync to end.
 GATHERED_BYTES_MAX = 4 * 1024 * 1024
 # Characters of a refusal's text, well under what a REPLY may hold.
@@ -87,6 +90,7 @@ class Dispatcher:
         self._promised: deque[Parcel] = deque()
         # the window whose sync runs, and what goes out when it is over
         self._window: Window | None = None
+        self._cut_turns = 0
         self._due: deque[Parcel] = deque()
         self._upkeep = Upkeep(self.fabric)
         self._chores: deque[Iterator[None]] = deque()
@@ -339,13 +343,15 @@ class Dispatcher:
             self._publish(now)
         if self.fabric.unsent:
             self._intake.send_results()
-        if self._window is None:
+        if self._window is None and (not self.writing or self._cut_turns >= CUT_TURNS_MAX):
+            self._cut_turns = 0
             with contextlib.suppress(NoSpace):
                 self._close_window()
 
     def _publish(self, now: float) -> None:
         """Write items and promise them; what is left, and all after it, waits for another turn."""
         self.fabric.publish(now, WRITES_MAX)
+        self._cut_turns += self.writing
         if self.fabric.store.no_space:
             self.fabric.count("storage_full_turns")
         elif not self.fabric.store.unwritten:

@@ -118,6 +118,8 @@ class Drive:
             self.dispatcher.tick(time.monotonic(), time.time(), drained=True)
         with Timed(self.spent, "write"):
             self.dispatcher.flush(time.monotonic())
+            while self.dispatcher.writing:
+                self.dispatcher.flush(time.monotonic())
         if self.dispatcher.sync_wanted:
             self.backing.sync()
             with Timed(self.spent, "write"):
@@ -195,7 +197,7 @@ class Load(NamedTuple):
 
 # Small enough for a test; its instructions for each item, by version of Python.
 COUNTED = Load(shapes=4, lanes=60, waiting=1_024, items=2_048)
-RECORDED = {"3.11": 2_310.0}
+RECORDED = {"3.11": 1_572.0}
 # Growth that fails the check.
 GROWTH_MAX = 1.2
 
