@@ -39,7 +39,7 @@ demo: $(STAMP) ## broker, two workers and a batch file through them (ENGINE, MOD
 	$(BIN)/zfabric demo $(if $(ENGINE),--engine $(ENGINE)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: check ## every check and every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 check: $(STAMP) ## the quick part of it: style, types, import contracts, docs
 	$(BIN)/ruff check .

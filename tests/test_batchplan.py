@@ -53,6 +53,20 @@ def test_lanes_pad_less_than_arrival_order():
     assert len(plan.shapes) == 4
 
 
+def test_neighbours_fill_batches_that_lanes_alone_do_not():
+    draw = random.Random(2)
+    lengths = [draw.randint(1, 1_000) for _ in range(600)]
+    alone, together = (
+        next(p for p in plan_of(rows_of(lengths), CONTRACT, grouped=grouped).paddings[::-1])
+        for grouped in (False, True)
+    )
+    assert alone.policy == together.policy == "lanes"
+    assert alone.real_tokens == together.real_tokens == sum(lengths)
+    assert together.batches < alone.batches
+    assert together.fill_ratio > alone.fill_ratio
+    assert together.waste_ratio >= alone.waste_ratio
+
+
 def test_what_cannot_run_is_counted_and_not_packed():
     rows = [*rows_of([5_000, 10]), BadLine(3, None, "bad_json", "no")]
     plan = plan_of(rows, CONTRACT)

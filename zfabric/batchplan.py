@@ -2,19 +2,20 @@
 
 Decides nothing: it passes the lengths of the file through the same lanes and the same packing as
 the broker, as if all of it were queued (`lanes`), or by shape in arrival order (`shape`), or in
-arrival order alone (`fifo`). Counts are items and tokens. Memory: one packer for each shape and
-lane, each with less than a batch.
+arrival order alone (`fifo`). With group packing, what fills no batch of its own lane goes with its
+neighbours. Counts are items and tokens. Memory: one packer for each shape and lane, each with less
+than a batch.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zfabric.batchfile import BadLine, Request
 from zfabric.lanes import Lanes
-from zfabric.packing import batch_fill, pack_tight
+from zfabric.packing import batch_fill, pack_group, pack_tight
 from zfabric.shapes import Contract, Shape
 
 POLICIES = ("fifo", "shape", "lanes")
@@ -26,6 +27,11 @@ class Packer:
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
         self._queue = array("I")
+
+    @property
+    def queue(self) -> array[int]:
+        """What is in no batch yet."""
+        return self._queue
 
     def add(self, length: int, into: Padding) -> None:
         """One more item; a batch goes out when it is sure what is in it."""
@@ -40,10 +46,7 @@ class Packer:
 
     def _pack(self, into: Padding) -> None:
         count, pad_to, _ = pack_tight(self._queue, self._contract)
-        into.batches += 1
-        into.real_tokens += sum(self._queue[:count])
-        into.padded_tokens += count * pad_to
-        into.fill_total += batch_fill(count, count * pad_to, self._contract)
+        into.add(self._queue[:count], pad_to, self._contract)
         del self._queue[:count]
 
 
@@ -56,6 +59,14 @@ class Padding:
     real_tokens: int = 0
     padded_tokens: int = 0
     fill_total: float = 0.0
+
+    def add(self, lengths: Sequence[int], pad_to: int, contract: Contract) -> None:
+        """One batch."""
+        padded = len(lengths) * pad_to
+        self.batches += 1
+        self.real_tokens += sum(lengths)
+        self.padded_tokens += padded
+        self.fill_total += batch_fill(len(lengths), padded, contract)
 
     @property
     def waste_ratio(self) -> float:
@@ -93,8 +104,8 @@ class Plan:
     paddings: list[Padding] = field(default_factory=list)
 
 
-def plan_of(rows: Iterable[Request | BadLine], contract: Contract) -> Plan:
-    """Pass `rows`, with their shapes, through all policies."""
+def plan_of(rows: Iterable[Request | BadLine], contract: Contract, *, grouped: bool = True) -> Plan:
+    """Pass `rows`, with their shapes, through all policies; `grouped` is group packing."""
     plan = Plan(contract, paddings=[Padding(policy) for policy in POLICIES])
     shapes: dict[Shape, ShapePlan] = {}
     queues = _Queues(contract, plan.paddings)
@@ -115,7 +126,7 @@ def plan_of(rows: Iterable[Request | BadLine], contract: Contract) -> Plan:
             plan.too_long += 1
         else:
             queues.add(row.shape, row.length_tokens)
-    queues.end()
+    queues.end(grouped=grouped)
     plan.shapes = sorted(shapes.values(), key=lambda each: -each.items)
     plan.small_items = sum(s.items for s in plan.shapes if s.items < contract.batch_items_max)
     return plan
@@ -141,6 +152,20 @@ class _Queues:
                 packer = self._packers[policy, queue] = Packer(self._contract)
             packer.add(length, self._into[policy])
 
-    def end(self) -> None:
+    def end(self, *, grouped: bool) -> None:
+        if grouped:
+            for shape, lanes in self._lanes.items():
+                packers = [self._packers["lanes", (shape, lane)] for lane in lanes.descending()]
+                _pack_neighbours([p.queue for p in packers], self._contract, self._into["lanes"])
         for (policy, _), packer in self._packers.items():
             packer.end(self._into[policy])
+
+
+def _pack_neighbours(queues: list[array[int]], contract: Contract, into: Padding) -> None:
+    """Batches of adjacent lanes, from the longest down, until nothing is left."""
+    while queues := [queue for queue in queues if queue]:
+        taken, packed = pack_group(enumerate(queues), contract)
+        lengths = [length for place, count in taken for length in queues[place][:count]]
+        for place, count in taken:
+            del queues[place][:count]
+        into.add(lengths, packed.pad_to, contract)

@@ -45,13 +45,16 @@ def add(commands: common.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Play them; raises InvariantError where one broke."""
-    from zfabric.chaos.play import play
+    from zfabric.chaos.play import Remote, play
 
     if args.against is None:
         common.without_keys()
     chosen = _chosen(args)
     if args.list:
         return _list(args, chosen)
+    if args.against is not None:
+        # Whether it is there, and lets us in, is no verdict on it.
+        Remote(args.against)
     reports = []
     for scenario in chosen:
         directory = Path(tempfile.mkdtemp(prefix=f"zfabric-{scenario.name}-", dir=args.dir))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zfabric.cli import common
 from zfabric.config import Config
-from zfabric.errors import FabricError
+from zfabric.errors import FabricError, NotAllowed
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHON_MIN = (3, 11)
@@ -164,7 +164,9 @@ def _broker(settings: Config) -> Iterator[Finding]:
             key=common.key_of(settings.client),
         )
     except FabricError as error:
-        fix = "something else may hold the port: zfabric broker --port N, and --broker here"
+        # A broker that asks for a key says so, and what to give it.
+        holds = "something else may hold the port: zfabric broker --port N, and --broker here"
+        fix = "" if isinstance(error, NotAllowed) else holds
         yield Finding("broker", FAIL, str(error), fix)
         return
     try:

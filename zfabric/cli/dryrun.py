@@ -33,7 +33,8 @@ def run_dry(args: argparse.Namespace, config: Config) -> int:
     try:
         with path.open("rb") as stream:
             source = Source(stream, model=args.model, count=load_count(args.tokenizer))
-            plan = plan_of(source.rows(), contract)
+            grouped = config.broker.packing == "group"
+            plan = plan_of(source.rows(), contract, grouped=grouped)
     except OSError as error:
         raise ConfigError(f"cannot read input {path}: {error.strerror}") from None
     if args.json:
