@@ -331,7 +331,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("slow_reader", (8,), "a producer that does not read, a subscriber asleep",
              slow_reader),
     Scenario(
-        "disk_limit", (9,), "the disk's limit reached, then room again (a limit, no real disk)",
+        "disk_limit", (9,), "the broker's limit of the disk reached, then room again",
         disk_limit, broker=("--max-disk", DISK_MAX), items=60,
     ),
     Scenario("few_descriptors", (10,), "a broker with 64 descriptors", few_descriptors, items=200),

@@ -109,6 +109,8 @@ def _catalog(directory: Path) -> tuple[str | None, dict[int, list[Hole]]]:
     from zfabric.files import CATALOG
     from zfabric.pins import Hole
 
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; give the broker's --data")
     try:
         known, _ = catalog.read((directory / CATALOG).read_bytes())
     except FileNotFoundError:
@@ -122,12 +124,12 @@ def _catalog(directory: Path) -> tuple[str | None, dict[int, list[Hole]]]:
 def _files(directory: Path) -> Iterator[dict[str, Any]]:
     """Every segment file, read whole, one after the other."""
     from zfabric.files import OUTBOX, SEGMENTS
+    from zfabric.osfiles import OsFiles
 
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory; give the broker's --data")
     _, holes = _catalog(directory)
     for part in (SEGMENTS, OUTBOX):
-        for path in sorted((directory / part).rglob("*.seg")):
+        # A broker at work removes directories that have become empty.
+        for path in OsFiles(directory).find(directory / part, ".seg"):
             try:
                 row = _look(directory, path, holes)
             except FileNotFoundError:

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.replay is not None and (args.record is not None or args.once or args.json):
         raise ConfigError("--replay shows a file; leave out --record, --once and --json")
+    if args.record is not None and (args.once or args.json):
+        raise ConfigError("--once shows one status and records nothing; leave out --record")
     if args.once or args.json:
         return look.run_status(args)
     if not 0.1 <= args.hz <= 30:
