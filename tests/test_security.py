@@ -127,7 +127,7 @@ def test_wrong_key_is_refused(secured):
 
 def test_missing_key_is_refused(secured):
     with pytest.raises(NotAllowed, match="asks for a key") as caught:
-        Client(secured.address, key="none", timeout_s=5.0)
+        Client(secured.address, key="none", timeout_s=PATIENCE_S)
     assert "--key" in str(caught.value)
     counts = until(secured.refusals)
     assert counts.keys() <= {access.KEY_MISSING, access.HANDSHAKE}
@@ -144,7 +144,7 @@ def test_broker_without_keys_is_not_taken_for_the_one_that_was_meant(secured):
     plain = RunningBroker()
     try:
         with pytest.raises(NotAllowed, match="not the broker that this key is for"):
-            Client(plain.address, key=secured.key("alice"), timeout_s=5.0)
+            Client(plain.address, key=secured.key("alice"), timeout_s=PATIENCE_S)
     finally:
         plain.stop()
 
