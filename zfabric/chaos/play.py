@@ -10,7 +10,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from zfabric.chaos import judge
 from zfabric.chaos.load import MODEL, Load
 from zfabric.chaos.peers import Crowd
 from zfabric.chaos.proxy import HOST, Proxy
-from zfabric.chaos.stage import Stage
-from zfabric.client import Client
+from zfabric.chaos.stage import Stage, ask, operator
 from zfabric.errors import FabricError
 from zfabric.processes import Processes, wait_for
 
@@ -50,30 +49,11 @@ class Remote:
     def __init__(self, address: str) -> None:
         host, port = parse_address(address)
         self.address = format_address(host, port)
-        with self.operator() as client:
+        with operator(self.address) as client:
             ports = client.welcome
         self.host = host
         self.ports = (port, int(ports["worker_port"]), int(ports["stats_port"]))
         self.workers_address = format_address(host, self.ports[1])
-
-    @contextlib.contextmanager
-    def operator(self) -> Iterator[Client]:
-        """A connection that asks."""
-        client = Client(self.address, role="operator", timeout_s=30.0)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    def ask(self, op: str, **args: Any) -> Any:
-        """One question. Raises FabricError."""
-        with self.operator() as client:
-            return client.request(op, 30.0, **args)
-
-    def status(self) -> dict[str, Any]:
-        """What `zfabric status --json` prints."""
-        found: dict[str, Any] = self.ask("status")
-        return found
 
 
 @dataclass
@@ -104,6 +84,15 @@ class Run:
             raise FabricError("this scenario has no link of its own")
         return self.proxy
 
+    def ask(self, op: str, **args: Any) -> Any:
+        """One question to the broker. Raises FabricError."""
+        return ask(self.fabric.address, op, **args)
+
+    def status(self) -> dict[str, Any]:
+        """What `zfabric status --json` prints."""
+        found: dict[str, Any] = self.ask("status")
+        return found
+
     def progress(self, items: int) -> None:
         """Let so many more results come, as far as there are any to come."""
         left = len(self.load.seen.lost)
@@ -119,7 +108,7 @@ class Run:
 
     def disconnects(self) -> int:
         """How often workers of this run's model were lost so far."""
-        rows = self.fabric.ask("workers")
+        rows = self.ask("workers")
         return sum(row["disconnects"] for row in rows if row["model"] == self.model)
 
 
@@ -241,7 +230,7 @@ def _rounds(run: Run, scenario: Scenario, report: Report, until_s: float) -> Non
         report.lost, report.visible_twice = len(seen.lost), len(seen.twice)
         report.recovered_median_s, report.recovered_worst_s = judge.summary(run.recovered_s)
     run.load.close()
-    status = run.fabric.status()
+    status = run.status()
     report.residual_items = status["residual_items"]
     report.broken += judge.broken(seen, status)
     same = stage is not None and stage.broker is not None and stage.broker.pid == pid

@@ -95,10 +95,10 @@ def poison_item(run: Run) -> None:
 
 
 def long_task(run: Run) -> None:
-    before = run.fabric.status()["redeliveries_total"]
+    before = run.status()["redeliveries_total"]
     run.load.submit(1, text=SLOW)
     run.load.await_end(FINISH_S)
-    expect(run.fabric.status()["redeliveries_total"] == before, "a long task was given out twice")
+    expect(run.status()["redeliveries_total"] == before, "a long task was given out twice")
 
 
 # -- the broker -----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def disk_limit(run: Run) -> None:
 
     submitting = threading.Thread(target=submit)
     submitting.start()
-    wait_for("a full disk", lambda: bool(run.fabric.status()["storage"]["full"]), START_S)
+    wait_for("a full disk", lambda: bool(run.status()["storage"]["full"]), START_S)
     for name in run.stage.workers:
         run.stage.signal_worker(name, signal.SIGCONT)
     run.recovers()
@@ -168,7 +168,7 @@ def few_descriptors(run: Run) -> None:
         expect("ulimit -n" in str(error), f"the error does not name the fix: {error}")
     run.stage.start_broker()
     run.recovers()
-    expect(not run.fabric.status()["quarantined_items"], "items were quarantined")
+    expect(not run.status()["quarantined_items"], "items were quarantined")
 
 
 # -- links ----------------------------------------------------------------------------------------

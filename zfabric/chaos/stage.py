@@ -18,11 +18,27 @@ from zfabric.processes import Processes, Use, children, command, use, wait_for
 
 # Short, so that deaths are judged in seconds.
 LEASE_S, HEARTBEAT_S = 3.0, 0.5
-START_S = 60.0
+START_S, ANSWER_S = 60.0, 30.0
 CONTRACT = ("--max-batch", "16", "--max-tokens", "16384", "--max-input", "1024")
 # Some hundred items a second for each worker, so that a fault finds work in hand.
 ENGINE = ("--engine", "sim", "--opt", "speed=1", "--opt", "batch_us=20000", "--opt", "token_us=0.2",
           "--opt", "miss_token_us=0")  # fmt: skip
+
+
+@contextlib.contextmanager
+def operator(address: str) -> Iterator[Client]:
+    """A connection that asks."""
+    client = Client(address, role="operator", timeout_s=ANSWER_S)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def ask(address: str, op: str, **args: Any) -> Any:
+    """One question to the broker there. Raises FabricError."""
+    with operator(address) as client:
+        return client.request(op, ANSWER_S, **args)
 
 
 class Stage:
@@ -125,27 +141,6 @@ class Stage:
     def connected(self) -> int:
         """Workers that are connected now; 0 while nobody answers."""
         with contextlib.suppress(FabricError):
-            rows = self.ask("workers")
+            rows = ask(self.address, "workers")
             return sum(1 for row in rows if row["live"] and row["granted"])
         return 0
-
-    # -- asking -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def operator(self) -> Iterator[Client]:
-        """A connection that asks."""
-        client = Client(self.address, role="operator", timeout_s=30.0)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    def ask(self, op: str, **args: Any) -> Any:
-        """One question. Raises FabricError."""
-        with self.operator() as client:
-            return client.request(op, 30.0, **args)
-
-    def status(self) -> dict[str, Any]:
-        """What `zfabric status --json` prints."""
-        found: dict[str, Any] = self.ask("status")
-        return found

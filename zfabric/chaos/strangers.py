@@ -55,7 +55,7 @@ def nonsense_workers(run: Run) -> None:
             rogue.hello(f"nonsense-{k}", "nobody-has-this", **changed)
             told = rogue.hear(Type.ERROR, Type.WELCOME)
             expect(told.kind is Type.ERROR, f"a worker with {changed} was welcomed")
-    names = {row["name"] for row in run.fabric.ask("workers")}
+    names = {row["name"] for row in run.ask("workers")}
     expect(not any(name.startswith("nonsense") for name in names), "nonsense is listed")
 
 
@@ -145,11 +145,11 @@ def many_workers(run: Run) -> None:
 
 
 def _live(run: Run, model: str) -> int:
-    return sum(1 for row in run.fabric.ask("workers") if row["live"] and row["model"] == model)
+    return sum(1 for row in run.ask("workers") if row["live"] and row["model"] == model)
 
 
 def _disconnects(run: Run, model: str) -> int:
-    return sum(row["disconnects"] for row in run.fabric.ask("workers") if row["model"] == model)
+    return sum(row["disconnects"] for row in run.ask("workers") if row["model"] == model)
 
 
 def big_fill(run: Run) -> None:
@@ -163,7 +163,7 @@ def big_fill(run: Run) -> None:
             load.await_end(FINISH_S)
             lost = _disconnects(run, model) - before
             expect(not lost, f"{lost} workers were lost during the fill")
-        slice_s = run.fabric.status()["dispatch_slice_max_s"]
+        slice_s = run.status()["dispatch_slice_max_s"]
         expect(slice_s <= FILL_SLICE_MAX_S, f"the loop was held for {slice_s:.3f} s")
     finally:
         load.close()
