@@ -19,8 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 STREAM, GROUP = "bench", "workers"
-# Items that a producer sends before it waits for the answers, and that a consumer asks for at once.
-PUBLISH_ITEMS, CONSUME_ITEMS = 256, 32
+# Items that a producer sends before it waits for the answers, and that a consumer has at once: as
+# many as our workers (a window of 8 batches of 32).
+PUBLISH_ITEMS, CONSUME_ITEMS = 256, 256
+ACK_ITEMS = 32
 # A producer that finds the backlog full looks again after this long.
 PAUSE_S = 0.005
 SAY_S = 0.1
@@ -177,13 +179,13 @@ async def _rabbit_consume(port: int) -> None:
 
     connection, tally = await aio_pika.connect(port=port), Tally()
     channel = await connection.channel()
-    await channel.set_qos(prefetch_count=2 * CONSUME_ITEMS)
+    await channel.set_qos(prefetch_count=CONSUME_ITEMS)
     queue = await channel.get_queue(STREAM)
     held = 0
     async with queue.iterator() as messages:
         async for message in messages:
             held += 1
-            if held == CONSUME_ITEMS:
+            if held == ACK_ITEMS:
                 await message.ack(multiple=True)
                 tally.add(held)
                 held = 0
