@@ -6,6 +6,7 @@ import copy
 import itertools
 import tracemalloc
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,7 @@ class NaiveDraining:
         self.ran_empty: list[tuple[float, bool]] = []
         self.arrived: dict[str, float] = {}
         self.switches = 0
+        self.entered, self.served = 0.0, 0
 
     def added(self, key: str, items: int, tokens: int, now: float) -> None:
         if not self.ready.keys:
@@ -85,14 +87,22 @@ class NaiveDraining:
 
     def removed(self, key: str, items: int, tokens: int, now: float, served: bool) -> None:
         self.ready.removed(key, items, tokens, now, served)
+        self.served += items * (served and key == self.current)
         if key == self.current and key not in self.ready.keys:
             trickled = now < self.arrived[key] + self.limits.linger_s
             self.ran_empty.append((now, trickled))
 
-    def visit(self, key: str | None) -> None:
+    def visit(self, key: str | None, now: float) -> None:
         self.switches += self.current is not None and key is not None
         self.current = key
         self.ran_empty = []
+        self.entered, self.served = now, 0
+
+    def is_dear(self, left_s: float, pending: int, items: int, now: float) -> bool:
+        took, done = now - self.entered, max(0, self.served - pending)
+        if not took:
+            return done > 0 and items > 100
+        return min(done * Fraction(left_s) / Fraction(took), items) > 100
 
     def choose(self, now: float, pending: int, intake_full: bool) -> str | None:
         first, trickled = self.ran_empty[0] if self.ran_empty else (now, False)
@@ -100,21 +110,22 @@ class NaiveDraining:
         items = sum(row.items for row in self.ready.keys.values())
         if not items:
             if self.current is not None and not pending and not lingering:
-                self.visit(None)
+                self.visit(None, now)
             return None
         if self.current is None:
             young = now < self.first_waiting + self.limits.hold_s
             if self.more and young and items < self.limits.hold_items and not intake_full:
                 return None
-            self.visit(self.ready.fullest())
+            self.visit(self.ready.fullest(), now)
         forced = self.ready.overdue(now, self.current)
         if forced is not None:
             self.ready.forced.append(now)
-            self.visit(forced)
+            self.visit(forced, now)
         elif self.current not in self.ready.keys:
-            if lingering:
+            left_s = first + self.limits.linger_s - now
+            if lingering and not self.is_dear(left_s, pending, items, now):
                 return None
-            self.visit(self.ready.fullest())
+            self.visit(self.ready.fullest(), now)
         return self.current
 
 
@@ -123,7 +134,7 @@ STEPS = st.lists(
         st.tuples(
             st.just("add"),
             st.sampled_from(KEYS),
-            st.integers(1, 6),
+            st.sampled_from([1, 2, 3, 4, 5, 6, 90, 200, 1_000]),
             st.sampled_from([0, 1, 7, 50]),
         ),
         st.tuples(st.just("serve"), st.booleans(), st.booleans(), st.booleans()),
@@ -273,6 +284,28 @@ def test_full_batch_elsewhere_does_not_cut_the_linger_short() -> None:
     assert ask(draining, 1.0) == (None, 1.25)
     assert ask(draining, 1.24) == (None, 1.25)
     assert ask(draining, 1.25).key == "b"
+
+
+def fast_visit(others: int) -> Draining[str]:
+    """1,000 items of a shape were handed out in 50 ms, and `others` of another wait."""
+    draining: Draining[str] = Draining(PATIENT)
+    draining.added("a", 1_000, 9_000, 0.0)
+    assert ask(draining, 0.0).key == "a"
+    draining.added("b", others, 5, 0.0)
+    draining.removed("a", 1_000, 9_000, 0.05, served=True)
+    return draining
+
+
+def test_wait_that_would_leave_much_undone_is_cut_short() -> None:
+    draining = fast_visit(others=500)
+    assert ask(draining, 0.05, pending=1_000) == (None, 0.3), "nothing is known of its pace"
+    assert ask(draining, 0.06, pending=980) == (None, 0.3), "20 in 60 ms make 80 in what is left"
+    assert ask(draining, 0.06, pending=900).key == "b"
+
+
+def test_wait_for_the_sake_of_few_is_no_loss_at_any_pace() -> None:
+    assert ask(fast_visit(others=100), 0.06) == (None, 0.3)
+    assert ask(fast_visit(others=101), 0.06).key == "b"
 
 
 def test_linger_counts_from_running_empty_even_if_nobody_waits_then() -> None:

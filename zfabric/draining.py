@@ -35,9 +35,8 @@ _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
 HEAP_SLACK = 64
 # A change of one key in so many rebuilds the heap: all entries are made in one go, none is stale.
 REBUILD_PAYS = 4
-# Items served on one visit from which a switch has paid for itself: a miss for each card is a share
-# of a few thousandths then, and waiting would leave all cards idle for it.
-VISIT_PAYS_ITEMS = 1_000
+# Items of other shapes that a wait may leave undone: what it saves is one miss for each card.
+WAIT_COSTS_ITEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +149,7 @@ class Fullest(Generic[K]):
 class _Ready(Generic[K]):
     """What is ready of each key, since when it is passed over, and when max_wait may force it."""
 
-    __slots__ = (
-        "forced_at",
-        "fullest",
-        "items",
-        "max_wait_s",
-        "since",
-    )
+    __slots__ = ("forced_at", "fullest", "items", "max_wait_s", "since")
 
     def __init__(self, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
@@ -247,9 +240,9 @@ class Draining(Generic[K]):
     """Sticky draining over the shapes of one model; every consumer of the model follows it."""
 
     __slots__ = (
-        "_affinity", "_arrived_at", "_chain", "_chain_of", "_first_at", "_leave_at", "_limits",
-        "_more", "_ready", "_served_items", "current", "forced_switches_total", "ready_items",
-        "ready_tokens", "switches_total",
+        "_affinity", "_arrived_at", "_chain", "_chain_of", "_entered_at", "_first_at", "_leave_at",
+        "_limits", "_more", "_ready", "_served_items", "current", "forced_switches_total",
+        "ready_items", "ready_tokens", "switches_total",
     )  # fmt: skip
 
     def __init__(
@@ -276,6 +269,8 @@ class Draining(Generic[K]):
         # When an empty current shape may be left: fixed when it FIRST ran empty on this visit, or
         # a trickle into it, an item per 200 ms, would starve all others.
         self._leave_at: float | None = None
+        # Of this visit: when it began, and what it handed out.
+        self._entered_at = 0.0
         self._served_items = 0
         # When each ready shape last got an item: one that gets none any more is not waited for.
         self._arrived_at: dict[K, float] = {}
@@ -322,8 +317,7 @@ class Draining(Generic[K]):
             # Waiting is for a shape that items still trickle into. Where each prompt has a shape
             # of its own, lingering on each for 200 ms would serve five prompts a second.
             trickles = now - arrived_at < self._limits.linger_s
-            paid = self._served_items >= VISIT_PAYS_ITEMS
-            self._leave_at = now + self._limits.linger_s if trickles and not paid else now
+            self._leave_at = now + self._limits.linger_s if trickles else now
 
     def set_more(self, producer: Hashable, more: bool) -> None:
         """The producer's last submit said whether it knows of more to come."""
@@ -348,22 +342,32 @@ class Draining(Generic[K]):
             held_until = self._held_until(now, intake_full)
             if held_until is not None:
                 return Choice(None, held_until)
-            self._settle_on(self._ready.fullest.first())
+            self._settle_on(self._ready.fullest.first(), now)
         overdue = self._ready.overdue(besides=self.current)
         if overdue is not None and now >= overdue[1]:
-            self._switch(overdue[0])
+            self._switch(overdue[0], now)
             self._ready.forced_at = now
             self.forced_switches_total += 1
         elif self.current not in self._ready.items:
-            if self._leave_at is not None and now < self._leave_at:
-                return Choice(None, min(self._leave_at, overdue[1] if overdue else self._leave_at))
-            self._switch(self._next())
+            leave_at = self._leave_at
+            if leave_at is not None and self._waits(now, leave_at, pending_items):
+                return Choice(None, min(leave_at, overdue[1] if overdue else leave_at))
+            follows = self._ready.fullest.first()
+            if self._chain_of is not None:
+                follows = self._affinity.nearest(self._chain)
+            self._switch(follows, now)
         return self._stay()
 
-    def _next(self) -> K | None:
-        if self._chain_of is None:
-            return self._ready.fullest.first()
-        return self._affinity.nearest(self._chain)
+    def _waits(self, now: float, leave_at: float, pending_items: int) -> bool:
+        """Whether the empty current shape is waited for, rather than others served meanwhile.
+
+        At the pace of this visit so many items of others would be left undone, but no more than
+        there are.
+        """
+        if now >= leave_at or self.ready_items <= WAIT_COSTS_ITEMS:
+            return now < leave_at
+        done = self._served_items - pending_items
+        return done * (leave_at - now) <= WAIT_COSTS_ITEMS * (now - self._entered_at)
 
     def _stay(self) -> Choice[K]:
         overdue = self._ready.overdue(besides=self.current)
@@ -386,14 +390,13 @@ class Draining(Generic[K]):
         enough = intake_full or self.ready_items >= self._limits.hold_items
         return held_until if self._more and not enough and now < held_until else None
 
-    def _settle_on(self, key: K | None) -> None:
-        self.current = key
-        self._served_items = 0
+    def _settle_on(self, key: K | None, now: float) -> None:
+        self.current, self._entered_at, self._served_items = key, now, 0
         if self._chain_of is not None and key is not None:
             self._chain = self._chain_of(key)
 
-    def _switch(self, key: K | None) -> None:
-        self._settle_on(key)
+    def _switch(self, key: K | None, now: float) -> None:
+        self._settle_on(key, now)
         self._leave_at = None
         self.switches_total += 1
 
