@@ -82,6 +82,8 @@ class Shape:
     components: tuple[int, ...] = ()
     tokens: tuple[int | None, ...] = ()
     label: str = field(default="", compare=False)
+    # The 64-bit routing signature (see `signature_of`).
+    signature: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_name(self.model, "model name")
@@ -93,6 +95,11 @@ class Shape:
             raise ConfigError("a shape needs one token count for each component, or none at all")
         if self.label:
             object.__setattr__(self, "label", _shown(self.label))
+        try:
+            signature = signature_of(self.components)
+        except struct.error:
+            raise ConfigError("a component hash is an unsigned 64-bit integer") from None
+        object.__setattr__(self, "signature", signature)
 
     @classmethod
     def of(
@@ -100,11 +107,6 @@ class Shape:
     ) -> Shape:
         """The shape of `parts`, in order. `tokens` gives their lengths in tokens, if known."""
         return cls(model, tuple(map(component_hash, parts)), tuple(tokens or ()))
-
-    @property
-    def signature(self) -> int:
-        """The 64-bit routing signature (see `signature_of`)."""
-        return signature_of(self.components)
 
     @property
     def prefix_tokens(self) -> int | None:
