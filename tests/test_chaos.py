@@ -43,13 +43,13 @@ def test_judge_finds_nothing_in_a_run_without_faults() -> None:
 def test_judge_finds_a_lost_item() -> None:
     seen = whole()
     del seen.results[2]
-    assert judge.broken(seen, BALANCED) == ["1 items have no result (the first is 2)"]
+    assert judge.broken(seen, BALANCED) == ["no result for 1 item (the first is 2)"]
 
 
 def test_judge_finds_a_result_that_is_visible_twice() -> None:
     seen = whole()
     seen.results[3] *= 2
-    assert judge.broken(seen, BALANCED) == ["1 items have two results (the first is 3)"]
+    assert judge.broken(seen, BALANCED) == ["two results for 1 item (the first is 3)"]
 
 
 @pytest.mark.parametrize("result", [("ok", b"sim:other"), ("failed", b"{}"), ("dead", b"")])

@@ -97,7 +97,7 @@ def test_what_if_without_a_worker_or_with_too_little_says_what_is_missing(capsys
         assert code == 2 and "no worker that pads is known" in err
         with serving(FAST, running.address):
             code, _, err = out_of(capsys, *words)
-            assert code == 2 and "only 0 lengths are known" in err
+            assert code == 2 and "only 0 lengths known" in err
 
 
 @pytest.mark.e2e

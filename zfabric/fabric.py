@@ -450,7 +450,7 @@ class Fabric:
         what = (self._shape_of(ref), known.length, known.payload)
         record = DeadRecord(self.dead.next_id, name, first, *what, reason, attempts, now)
         self.dead.add(record, self.wall_offset_s)
-        text = f"given up after {attempts} attempts: {reason}"
+        text = f"given up after attempt {attempts}: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
         self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 

@@ -16,6 +16,7 @@ from zfabric.groups import Group
 from zfabric.outbox import error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
+from zfabric.words import counted
 
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
@@ -111,7 +112,7 @@ class Operations:
         if worker.held:
             raise PeerError(
                 "in_use",
-                f"{worker.name} is gone with {_counted(len(worker.held), 'started batch')}; they "
+                f"{worker.name} is gone with {counted(len(worker.held), 'started batch')}; they "
                 f"are retried when its lease ends ({self._fabric.config.lease_s:g} s)",
             )
         del self._fabric.workers[worker.name]
@@ -175,14 +176,14 @@ class Operations:
             raise PeerError("storage_full", no_space)
         for record_id in chosen:
             self._fabric.requeue(record_id, now)
-        self._fabric.event("dead_requeued", _counted(len(chosen), "item"), now)
+        self._fabric.event("dead_requeued", counted(len(chosen), "item"), now)
         return {"requeued": len(chosen)}
 
     def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
         for record_id in chosen:
             self._fabric.dead.drop(record_id)
-        self._fabric.event("dead_dropped", _counted(len(chosen), "record"), now)
+        self._fabric.event("dead_dropped", counted(len(chosen), "record"), now)
         return {"dropped": len(chosen)}
 
     def _producers_ls(self, args: dict[str, Any], now: float) -> Any:
@@ -213,7 +214,7 @@ class Operations:
         if waiting and args.get("force") is not True:
             raise PeerError(
                 "in_use",
-                f"{producer.name} has {waiting} items that have not ended; cancel it first, or "
+                f"{producer.name} has {counted(waiting, 'open item')}; cancel it first, or "
                 "forget it with --force",
             )
         results = len(producer.outbox)
@@ -232,11 +233,6 @@ def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -
                 for ref in fabric.store.waiting_of(some, producer.index):
                     fabric.end(ref, Status.CANCELLED, payload, clock())
                 yield
-
-
-def _counted(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def _count(args: dict[str, Any], name: str, default: int) -> int:

@@ -12,6 +12,7 @@ from zfabric.errors import TimeoutExpired
 from zfabric.results import Item, Results, status_name
 from zfabric.session import Arrival
 from zfabric.shapes import Shape
+from zfabric.words import counted
 
 MODEL = "chaos"
 SHAPES = 5
@@ -93,7 +94,7 @@ class Load:
         try:
             accepted.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
-            raise TimeoutExpired(f"{items} items were not accepted") from None
+            raise TimeoutExpired(f"{counted(items, 'item')} not accepted") from None
         return numbers
 
     @property
@@ -107,7 +108,7 @@ class Load:
             if not self._changed.wait_for(lambda: self.results >= count, timeout_s):
                 missing = count - self.results
                 raise TimeoutExpired(
-                    f"{missing} of {count} results are missing after {timeout_s:g} s"
+                    f"{missing} missing of {counted(count, 'result')} after {timeout_s:g} s"
                 )
 
     def await_end(self, timeout_s: float) -> None:
@@ -115,7 +116,7 @@ class Load:
         with self._changed:
             if not self._changed.wait_for(lambda: not self.seen.lost, timeout_s):
                 raise TimeoutExpired(
-                    f"{len(self.seen.lost)} items have no result after {timeout_s:g} s"
+                    f"no result for {counted(len(self.seen.lost), 'item')} after {timeout_s:g} s"
                 )
 
 

@@ -15,6 +15,7 @@ from zfabric.chaos.load import MODEL
 from zfabric.client import Client
 from zfabric.errors import FabricError
 from zfabric.processes import Processes, Use, children, command, use, wait_for
+from zfabric.words import counted
 
 # Short, so that deaths are judged in seconds.
 LEASE_S, HEARTBEAT_S = 3.0, 0.5
@@ -136,7 +137,7 @@ class Stage:
 
     def await_workers(self, count: int) -> None:
         """Wait until so many workers are connected and take work. Raises TimeoutError."""
-        wait_for(f"{count} workers", lambda: self.connected() >= count, START_S)
+        wait_for(counted(count, "worker"), lambda: self.connected() >= count, START_S)
 
     def connected(self) -> int:
         """Workers that are connected now; 0 while nobody answers."""

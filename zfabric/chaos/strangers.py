@@ -14,6 +14,7 @@ from zfabric.chaos.play import FINISH_S, Run, expect
 from zfabric.chaos.stage import Stage
 from zfabric.processes import wait_for
 from zfabric.protocol import MAGIC, VERSION, Type, encode, packed
+from zfabric.words import counted
 
 MANY_WORKERS, MANY_WORKERS_S = 500, 10.0
 FILL_BATCHES, FILL_WORKERS, FILL_WINDOW = 3_099, 100, 31
@@ -104,7 +105,10 @@ def _complete_wrongly(rogue: Rogue) -> None:
         rogue.tell(Type.DONE, batch_id, columns, b"ok" * len(told))
         fields = rogue.hear(Type.DONE_ACK).fields
         found = fields["duplicates"]
-        expect(found == expected_duplicates, f"{found} duplicates, not {expected_duplicates}")
+        expect(
+            found == expected_duplicates,
+            f"{counted(found, 'duplicate')}, not {expected_duplicates}",
+        )
 
 
 def come_and_go(run: Run) -> None:
@@ -118,7 +122,10 @@ def come_and_go(run: Run) -> None:
     run.recovers()
     if stage is not None:
         grown = stage.used().rss_bytes - before
-        expect(grown <= VISITORS_RSS_MAX, f"{run.cycles} visitors left {grown:,} bytes in memory")
+        expect(
+            grown <= VISITORS_RSS_MAX,
+            f"{counted(run.cycles, 'visitor')} left {grown:,} bytes in memory",
+        )
 
 
 def _visit(run: Run, each: int, worker: dict[str, Any]) -> None:
@@ -162,7 +169,7 @@ def big_fill(run: Run) -> None:
         with Crowd(run.fabric.workers_address, FILL_WORKERS, model, window=FILL_WINDOW):
             load.await_end(FINISH_S)
             lost = _disconnects(run, model) - before
-            expect(not lost, f"{lost} workers were lost during the fill")
+            expect(not lost, f"{counted(lost, 'worker')} lost during the fill")
         slice_s = run.status()["dispatch_slice_max_s"]
         expect(slice_s <= FILL_SLICE_MAX_S, f"the loop was held for {slice_s:.3f} s")
     finally:

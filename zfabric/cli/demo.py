@@ -24,6 +24,7 @@ from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
 from zfabric.cli.top import on_terminal, watch
 from zfabric.config import KEYS, ClientConfig, WorkerConfig
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     items, what = write_batch_file(source, args.items, args.model)
     if args.engine == "sim" and "cache_tokens" not in options:
         options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
-    common.say(f"zfabric: {items:,} requests ({what}) in {source}")
+    common.say(f"zfabric: {counted(items, 'request')} ({what}) in {source}")
     with (
         _ending_on_signals(),
         _data_directory(args.policy) as data,
@@ -212,7 +213,7 @@ def _start(
     )
     fabric.await_workers(children, address, names, lambda row: row["live"] and row["granted"])
     simulated = " (simulated cards)" if args.engine == "sim" else ""
-    common.say(f"zfabric: {args.workers} workers ready, engine {args.engine}{simulated}")
+    common.say(f"zfabric: {counted(args.workers, 'worker')} ready, engine {args.engine}{simulated}")
     return address
 
 
@@ -229,12 +230,15 @@ def _status(address: str) -> dict[str, Any]:
 def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
     kept, files = status["durability"], status["storage"]["segment_files"]
     if files is not None:
-        kept += f", {files:,} segment files left"
+        kept += f", {counted(files, 'segment file')} left"
     rows = [
         ("policy", args.policy),
         ("durability", kept),
         ("items", f"{status['completed_items']:,} of {status['accepted_items']:,}"),
-        ("residual", f"{status['residual_items']:,} items, {status['residual_tokens']:,} tokens"),
+        (
+            "residual",
+            ", ".join(counted(status[f"residual_{unit}s"], unit) for unit in ("item", "token")),
+        ),
         ("padding waste", percent(status["waste_ratio"])),
         ("batch fill", percent(status["batch_fill_ratio"])),
         ("shape switches", f"{status['shape_switches_total']:,}"),
