@@ -12,7 +12,7 @@ from typing import Any
 from zfabric import snapshot
 from zfabric.errors import PeerError
 from zfabric.fabric import Fabric
-from zfabric.groups import Group
+from zfabric.groups import Group, Model
 from zfabric.outbox import error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
@@ -54,6 +54,7 @@ class Operations:
             "drain": self._do_drain,
             "pause": lambda args, now: self._pause(args, now, True),
             "resume": lambda args, now: self._pause(args, now, False),
+            "models.forget": self._models_forget,
             "dead.ls": self._dead_ls,
             "dead.requeue": self._dead_requeue,
             "dead.drop": self._dead_drop,
@@ -131,11 +132,25 @@ class Operations:
         self._drain(now)
         return {"pending_items": self._fabric.pending.items}
 
-    def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
+    def _model(self, args: dict[str, Any]) -> Model:
         model = self._fabric.models.get(_word(args, "model"))
         if model is None:
             known = ", ".join(list(self._fabric.models)[:NAMED_MAX]) or "none yet"
             raise PeerError("not_found", f"no model {args['model']!r}; models here: {known}")
+        return model
+
+    def _models_forget(self, args: dict[str, Any], now: float) -> Any:
+        model = self._model(args)
+        if not self._fabric.drop_idle_model(model.name):
+            raise PeerError(
+                "in_use",
+                f"{model.name} has work, or workers; end and forget these first",
+            )
+        self._fabric.event("model_forgotten", model.name, now, model=model.name)
+        return {"model": model.name}
+
+    def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
+        model = self._model(args)
         model.paused = paused
         kind = "model_paused" if paused else "model_resumed"
         self._fabric.event(kind, model.name, now, model=model.name)

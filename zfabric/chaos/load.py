@@ -8,6 +8,7 @@ import time
 
 from zfabric.chaos.judge import Seen
 from zfabric.client import Client
+from zfabric.config_keys import NO_KEY
 from zfabric.errors import TimeoutExpired
 from zfabric.results import Item, Results, status_name
 from zfabric.session import Arrival
@@ -23,7 +24,13 @@ class Load:
     """One producer of this process. Its numbers go on where an earlier run of its name ended."""
 
     def __init__(
-        self, address: str, name: str, chance: random.Random, *, model: str = MODEL
+        self,
+        address: str,
+        name: str,
+        chance: random.Random,
+        *,
+        model: str = MODEL,
+        key: str = NO_KEY,
     ) -> None:
         self.seen = Seen()
         self.name = name
@@ -33,7 +40,9 @@ class Load:
         # While it is not reading, results pile up unacknowledged; they may come before `client` is.
         self.reading = False
         self._unread = 0
-        self.client = Client(address, name=name, timeout_s=30.0, on_results=self._on_results)
+        self.client = Client(
+            address, name=name, timeout_s=30.0, on_results=self._on_results, key=key
+        )
         self._next = self.client.accepted_upto + 1
         self.read_on()
 

@@ -6,19 +6,17 @@ import argparse
 import dataclasses
 import functools
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from zfabric.cli import common, fabric
 from zfabric.cli.batch import in_words, stopping
-from zfabric.cli.children import Children
+from zfabric.cli.children import Children, ending_on_signals
 from zfabric.cli.common import percent
 from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
     common.say(f"zfabric: {counted(items, 'request')} ({what}) in {source}")
     with (
-        _ending_on_signals(),
+        ending_on_signals(),
         _data_directory(args.policy) as data,
         Children(OUT) as children,
     ):
@@ -169,21 +167,6 @@ def prefix_tokens(source: Path) -> int:
             if isinstance(row, Request)
         }
     return sum(shape.prefix_tokens or 0 for shape in shapes)
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process like an exception, so that its children end too."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    former = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
