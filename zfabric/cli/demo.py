@@ -8,7 +8,7 @@ import functools
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
     options = fabric.engine_options(args, args.engine, args.workers)
     source, output = OUT / "in.jsonl", OUT / "out.jsonl"
     items, what = write_batch_file(source, args.items, args.model)
+    prefixes = shared_prefixes(source)
     if args.engine == "sim" and "cache_tokens" not in options:
-        options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
+        options["cache_tokens"] = str(sum(prefixes) // CACHE_SHARE)
     common.say(f"zfabric: {counted(items, 'request')} ({what}) in {source}")
     with (
         ending_on_signals(),
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common.show_json({"ok": ok, "summary": dataclasses.asdict(summary), "status": status})
     else:
-        common.show(_report(summary, status, args))
+        common.show(_report(summary, status, args, prefixes))
     common.say(in_words(summary))
     if signals:
         return 128 + signals[0]
@@ -156,8 +157,8 @@ def _choose_gguf(args: argparse.Namespace) -> None:
     args.items = args.items or GGUF_ITEMS
 
 
-def prefix_tokens(source: Path) -> int:
-    """Tokens of all distinct prefixes of a batch file, as they are estimated for its shapes."""
+def shared_prefixes(source: Path) -> list[int]:
+    """Tokens of each distinct prefix of a batch file, as they are estimated for its shapes."""
     from zfabric.batchfile import Discovery, Request, read_requests
 
     with source.open("rb") as stream:
@@ -166,7 +167,7 @@ def prefix_tokens(source: Path) -> int:
             for row in Discovery().assign(read_requests(stream))
             if isinstance(row, Request)
         }
-    return sum(shape.prefix_tokens or 0 for shape in shapes)
+    return [shape.prefix_tokens for shape in shapes if shape.prefix_tokens]
 
 
 @contextmanager
@@ -210,7 +211,24 @@ def _status(address: str) -> dict[str, Any]:
         client.close()
 
 
-def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
+def prefixes_in_words(prefixes: Sequence[int]) -> str:
+    """What the cache can hit: without a shared prefix 0% is all that there is, the ideal too."""
+    from zfabric.batchfile.discovery import COUNT_MIN
+
+    if prefixes:
+        return f"{len(prefixes):,}, of {counted(sum(prefixes), 'token')}"
+    return (
+        f"none, so there is nothing to hit: a prefix counts once {COUNT_MIN} requests share it; "
+        "try more --items"
+    )
+
+
+def _report(
+    summary: Summary,
+    status: Mapping[str, Any],
+    args: argparse.Namespace,
+    prefixes: Sequence[int],
+) -> str:
     kept, files = status["durability"], status["storage"]["segment_files"]
     if files is not None:
         kept += f", {counted(files, 'segment file')} left"
@@ -222,6 +240,7 @@ def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespac
             "residual",
             ", ".join(counted(status[f"residual_{unit}s"], unit) for unit in ("item", "token")),
         ),
+        ("shared prefixes", prefixes_in_words(prefixes)),
         ("padding waste", percent(status["waste_ratio"])),
         ("batch fill", percent(status["batch_fill_ratio"])),
         ("shape switches", f"{status['shape_switches_total']:,}"),
