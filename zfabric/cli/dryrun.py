@@ -104,8 +104,8 @@ def _text(plan: Plan, *, counted: bool) -> str:
         ),
         (
             "small shapes",
-            f"{words.counted(plan.small_items, 'item')} in shapes that do not fill a batch of "
-            f"{contract.batch_items_max}",
+            f"{words.counted(plan.small_items, 'item')} in shapes of under "
+            f"{words.counted(contract.batch_items_max, 'item')}",
         ),
     ]
     shapes = [
