@@ -38,7 +38,7 @@ own, and is done again until --for is over. Exit code 5 says that an invariant b
 With --against the harmless ones are done to a fabric that runs, under models and names of their
 own, which are taken off its lists at the end. Where that fabric has keys, a run needs three, one of
 each role that it plays: --key PRODUCER --key WORKER --key OPERATOR. The file says which is which;
-ZFABRIC_KEY stands for the one of its role.
+ZFABRIC_KEY stands for the one of its role where --key gives none.
 """
 
 
