@@ -50,7 +50,7 @@ def test_requests_of_roles() -> None:
     """Every request there is: an operator's key may ask all, a monitor's what changes nothing."""
     ops = set(Bench().dispatcher._operations._table)
     changing = {"drain", "pause", "resume", "workers.forget", "dead.requeue", "dead.drop",
-                "producers.cancel", "producers.forget"}  # fmt: skip
+                "producers.cancel", "producers.forget", "models.forget"}  # fmt: skip
     may = {
         role: {op for op in ops if allowed(check_request, Grant("u", role), op, "another")}
         for role in access.KEY_ROLES

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.running import zfabric
+from tests.running import PATIENCE_S, start_zfabric, until, zfabric
+from zfabric.access import KEY_ROLES
 from zfabric.chaos import judge
 from zfabric.chaos.judge import Seen, expected
+from zfabric.chaos.peers import Rogue
 from zfabric.chaos.proxy import HOST, Proxy
 from zfabric.chaos.scenarios import BY_NAME, SCENARIOS
-from zfabric.processes import Use
+from zfabric.client import Client
+from zfabric.keys import Keyring
+from zfabric.processes import Use, children
+from zfabric.protocol import Type
+from zfabric.results import Item
+from zfabric.shapes import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 BALANCED = {"residual_items": 0, "residual_tokens": 0}
 # The quick ones of each kind: a process, the broker, a link, a stranger, a wrong completion.
 SHORT = ("worker_killed", "broker_killed", "link_bounced", "nonsense_workers", "wrong_completions",
          "producer_exits")  # fmt: skip
+# Of those that may be done to others: each kind of name that a run makes there.
+TIDY = ("name_collision", "wrong_completions", "producer_exits", "come_and_go")
 
 
 def whole() -> Seen:
@@ -43,13 +55,13 @@ def test_judge_finds_nothing_in_a_run_without_faults() -> None:
 def test_judge_finds_a_lost_item() -> None:
     seen = whole()
     del seen.results[2]
-    assert judge.broken(seen, BALANCED) == ["1 items have no result (the first is 2)"]
+    assert judge.broken(seen, BALANCED) == ["no result for 1 item (the first is 2)"]
 
 
 def test_judge_finds_a_result_that_is_visible_twice() -> None:
     seen = whole()
     seen.results[3] *= 2
-    assert judge.broken(seen, BALANCED) == ["1 items have two results (the first is 3)"]
+    assert judge.broken(seen, BALANCED) == ["two results for 1 item (the first is 3)"]
 
 
 @pytest.mark.parametrize("result", [("ok", b"sim:other"), ("failed", b"{}"), ("dead", b"")])
@@ -215,3 +227,197 @@ def test_fabric_holds_under(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert " held" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+# -- a fabric of somebody else's ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fabric_of_others(place: Path, keys: Path | None = None) -> Iterator[str]:
+    """A broker's process; its address."""
+    words = ["broker", "--port", 0, "--memory", "--json", *(["--keys", keys] if keys else [])]
+    with start_zfabric(*map(str, words), cwd=place) as broker:
+        try:
+            yield json.loads(broker.stdout.readline())["producers"]
+        finally:
+            broker.terminate()
+            broker.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    """Keys of every role; each user is called like its role."""
+    made = Keyring(tmp_path / "keys")
+    for role in KEY_ROLES:
+        made.make(role, role)
+    return made
+
+
+def names_in(address: str, key: Path | None = None) -> dict[str, list[str]]:
+    """What the fabric lists: producers, workers, models."""
+    client = Client(address, role="operator", key=key or "none")
+    try:
+        return {
+            "producers": [row["name"] for row in client.request("producers.ls")],
+            "workers": [row["name"] for row in client.request("workers")],
+            "models": [row["model"] for row in client.stats()["models"]],
+        }
+    finally:
+        client.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_what_a_run_leaves_with_others_is_nothing_and_what_was_theirs_stays(tmp_path: Path) -> None:
+    with fabric_of_others(tmp_path) as address:
+        with Client(address, name="chaos-nightly", key="none") as theirs:
+            theirs.submit(Item(Shape.of("chaos-model", "x"), b"kept", 7))
+            # It leaves with an item that waits for a worker, and one that is gone.
+            with Rogue(_workers_of(theirs)) as gone:
+                gone.hello("chaos-gpu0", "m")
+                gone.hear(Type.WELCOME)
+                gone.tell(Type.BYE, {"reason": "done"})
+            theirs.close()
+        before = names_in(address)
+        assert before == {
+            "producers": ["chaos-nightly"], "workers": ["chaos-gpu0"],
+            "models": ["chaos-model", "m"],
+        }  # fmt: skip
+        words = ("chaos", *TIDY, "--against", address, "--cycles", 60)
+        done = zfabric(*words, "--json", "--dir", tmp_path, cwd=tmp_path, timeout=100)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout)["rows"]
+        assert [(row["items"] > 0, row["left"]) for row in rows] == [(True, [])] * len(TIDY)
+        assert names_in(address) == before
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_run_against_a_fabric_with_keys_takes_one_of_each_role(
+    tmp_path: Path, ring: Keyring
+) -> None:
+    with fabric_of_others(tmp_path, ring.directory) as address:
+        flags = [word for role in ("producer", "operator") for word in ("--key", _file(ring, role))]
+        words = ("chaos", *TIDY, "other_version", "port_scan", "--against", address)
+        env = {"ZFABRIC_KEY": str(_file(ring, "worker"))}
+        done = zfabric(*words, *flags, "--cycles", 40, cwd=tmp_path, timeout=100, env=env)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(" held") == len(TIDY) + 2
+        empty = {"producers": [], "workers": [], "models": []}
+        assert names_in(address, _file(ring, "operator")) == empty
+        # The names that were claimed are anybody's again.
+        with contextlib.closing(
+            Client(address, role="operator", key=_file(ring, "operator"))
+        ) as operator:
+            forgotten = operator.stats()["events_total"]
+            assert forgotten["worker_forgotten"] > 0 and forgotten["producer_forgotten"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ((), "the broker asks for a key"),
+        (("operator",), "no key of role producer or worker was given"),
+        (("producer", "worker", "monitor"), "is a monitor's key"),
+        (("producer", "worker", "worker"), "are both a worker's key"),
+    ],
+)
+def test_key_whose_role_is_too_small_is_refused_with_the_three_that_are_needed(
+    roles: tuple[str, ...], said: str, tmp_path: Path, ring: Keyring
+) -> None:
+    with fabric_of_others(tmp_path, ring.directory) as address:
+        flags = [word for role in roles for word in ("--key", _file(ring, role))]
+        done = zfabric("chaos", "port_scan", "--against", address, *flags, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+        assert "one each of role producer, worker and operator" in done.stderr
+        assert "zfabric keys make" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("role", ["producer", "worker", "operator"])
+def test_key_that_was_revoked_is_refused_before_anything_is_done(
+    role: str, tmp_path: Path, ring: Keyring
+) -> None:
+    with fabric_of_others(tmp_path, ring.directory) as address:
+        with contextlib.closing(
+            Client(address, role="operator", key=_file(ring, "monitor"))
+        ) as monitor:
+            ring.revoke(role)
+            until(lambda: monitor.stats()["events_total"].get("keys_reloaded"))
+        flags = [
+            word
+            for each in ("producer", "worker", "operator")
+            for word in ("--key", _file(ring, each))
+        ]
+        done = zfabric("chaos", "port_scan", "--against", address, *flags, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert f"refuses the key of {role} ({role})" in done.stderr
+        nothing = {"producers": [], "workers": [], "models": []}
+        assert names_in(address, _file(ring, "monitor")) == nothing
+
+
+def test_key_without_a_fabric_of_others_is_refused(tmp_path: Path) -> None:
+    done = zfabric("chaos", "port_scan", "--key", "x.key", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--key goes with --against" in done.stderr
+
+
+def _file(ring: Keyring, user: str) -> Path:
+    return ring.directory / f"{user}.key"
+
+
+def _workers_of(client: Client) -> str:
+    return f"{client.address.rsplit(':', 1)[0]}:{client.welcome['worker_port']}"
+
+
+# -- ended by a signal ----------------------------------------------------------------------------
+
+
+def below(pid: int) -> list[int]:
+    """Every process that a process has started, and what those have."""
+    return [each for child in children(pid) for each in (child, *below(child))]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "processes", "sign"),
+    [
+        # The broker is coming up; it and two workers with engines are there; a crowd at work.
+        ("broker_killed", 1, signal.SIGTERM), ("worker_stopped", 5, signal.SIGTERM),
+        ("worker_stopped", 5, signal.SIGINT), ("disk_limit", 5, signal.SIGINT),
+        ("many_workers", 1, signal.SIGTERM),
+    ],
+)  # fmt: skip
+def test_signal_ends_a_run_with_all_that_it_has_started(
+    name: str, processes: int, sign: int, tmp_path: Path
+) -> None:
+    with start_zfabric("chaos", name, "--dir", str(tmp_path), cwd=tmp_path) as chaos:
+        until(lambda: len(below(chaos.pid)) >= processes)
+        started = below(chaos.pid)
+        assert [each.is_dir() for each in tmp_path.iterdir()] == [True]
+        chaos.send_signal(sign)
+        # Once more, as somebody does who is in a hurry.
+        chaos.send_signal(sign)
+        out, err = chaos.communicate(timeout=PATIENCE_S)
+    assert (chaos.returncode, out) == (128 + sign, ""), err
+    assert "Traceback" not in err
+    until(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_signal_ends_a_run_against_others_and_takes_its_names_away(tmp_path: Path) -> None:
+    with fabric_of_others(tmp_path) as address:
+        words = ("chaos", "come_and_go", "--for", "60", "--against", address)
+        with start_zfabric(*words, "--dir", str(tmp_path), cwd=tmp_path) as chaos:
+            until(lambda: len(names_in(address)["workers"]) > 10)
+            chaos.terminate()
+            _, err = chaos.communicate(timeout=PATIENCE_S)
+        assert chaos.returncode == 143, err
+        assert names_in(address) == {"producers": [], "workers": [], "models": []}
+        assert not list(tmp_path.iterdir())

@@ -32,8 +32,10 @@ from tests.running import (
 from tests.running import (
     zfabric as run_zfabric,
 )
+from zfabric.batchfile.discovery import COUNT_MIN
 from zfabric.batchwatch import Progress
 from zfabric.cli import build_parser, common, doctor, exit_code, main, progress
+from zfabric.cli.demo import prefixes_in_words, shared_prefixes
 from zfabric.cli.prompts import write_batch_file
 from zfabric.client import Client
 from zfabric.errors import ConfigError, InvariantError, ItemFailed, VersionMismatch
@@ -330,7 +332,7 @@ def test_a_run_with_failures_is_code_1_and_one_that_stalls_is_code_4(tmp_path, c
         with serving(FAST, broker.address):
             code, out, err = out_of(capsys, *files, "--resume")
             assert code == 1 and out == ""
-            assert "1 results, 1 bad lines" in err and "out.errors.jsonl" in err
+            assert "1 result, 1 bad line, " in err.replace(";", ",") and "out.errors.jsonl" in err
 
 
 def test_a_reader_that_goes_away_is_no_error(broker_process, tmp_path):
@@ -638,6 +640,21 @@ def test_the_demo_runs_everything_and_leaves_no_process_behind(tmp_path):
     assert {row["measured_by"] for row in told["status"]["workers"]} == {"simulated"}
     assert len(set(ids_of(place / "demo-out" / "out.jsonl"))) == 150
     assert processes_of(place) == []
+
+
+def test_the_demo_says_why_nothing_can_be_hit(tmp_path):
+    """Few items: 0% of hits and 0% as the ideal look like a fault where nobody says why."""
+    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
+    write_batch_file(few, COUNT_MIN - 1, "m")
+    write_batch_file(many, 16 * COUNT_MIN, "m")
+    assert shared_prefixes(few) == []
+    assert len(shared_prefixes(many)) > 1 and min(shared_prefixes(many)) > 0
+    assert "nothing to hit" not in prefixes_in_words(shared_prefixes(many))
+    done = run_zfabric("demo", "--items", "1", "--headless", "--workers", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    why = next(line for line in done.stdout.splitlines() if line.startswith("shared prefixes"))
+    assert f"none, so there is nothing to hit: a prefix counts once {COUNT_MIN} requests" in why
+    assert "1 request (" in done.stderr and "1 worker ready" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

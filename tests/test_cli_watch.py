@@ -97,7 +97,7 @@ def test_what_if_without_a_worker_or_with_too_little_says_what_is_missing(capsys
         assert code == 2 and "no worker that pads is known" in err
         with serving(FAST, running.address):
             code, _, err = out_of(capsys, *words)
-            assert code == 2 and "only 0 lengths are known" in err
+            assert code == 2 and "only 0 lengths known" in err
 
 
 @pytest.mark.e2e
@@ -197,6 +197,33 @@ def test_worker_that_is_gone_can_be_forgotten_and_no_other() -> None:
     again = bench.worker("gpu0", instance=2)
     bench.dispatch()
     assert again.batches
+    bench.check()
+
+
+def test_model_that_nobody_uses_can_be_forgotten_and_the_totals_stay() -> None:
+    bench = Bench(linger_ms=0)
+    bench.tick()
+    operator, card = bench.producer("operator"), bench.worker("gpu0")
+    assert "no model 'x'" in operator.ask("models.forget", model="x")
+    assert "has work, or workers" in operator.ask("models.forget", model="m")
+    for name in ("a", "b"):
+        operator.submit([100] * 8, Shape.of("m", name))
+        bench.tick(1.0)
+        bench.dispatch()
+        for key in list(card.batches):
+            card.done(key)
+        card.heartbeat()
+        bench.settle()
+    card.cut()
+    bench.tick(1.1)
+    assert "has work, or workers" in operator.ask("models.forget", model="m")
+    operator.ask("workers.forget", name="gpu0")
+    before = bench.status()
+    assert operator.ask("models.forget", model="m") == {"model": "m"}
+    after = bench.status()
+    assert (after["models"], len(before["models"])) == ([], 1)
+    assert before["shape_switches_total"] == after["shape_switches_total"] > 0
+    assert before["lanes_opened_total"] == after["lanes_opened_total"] > 0
     bench.check()
 
 

@@ -116,7 +116,7 @@ def test_full_buffer_is_backpressure_after_the_time_allowed() -> None:
         client = Client(at.producers, buffer_items=2)
         for item in items(2):
             client.submit(item, timeout=10)
-        with pytest.raises(Backpressure, match="2 items are open"):
+        with pytest.raises(Backpressure, match="2 open items"):
             client.submit(items(1)[0], timeout=0.2)
         client.close()
 
@@ -216,7 +216,7 @@ def test_drain_waits_and_gives_up_in_time() -> None:
     with running() as (_, at):
         client = Client(at.producers)
         client.submit(items(1)[0], timeout=10)
-        with pytest.raises(TimeoutExpired, match="1 items are open"):
+        with pytest.raises(TimeoutExpired, match="1 open item "):
             client.drain(timeout=0.2)
         client.close()
 
@@ -318,7 +318,7 @@ def test_leaving_waits_and_says_after_a_while_whom_it_waits_for(
             for _ in range(500):
                 if len(client._open) == 1 or leaving.join(0.02):
                     break
-            assert "1 open items" in still_open(client)
+            assert "1 open item " in still_open(client)
             assert "'m'" not in still_open(client)
         client.request("producers.cancel", name="job")
         leaving.join(10)

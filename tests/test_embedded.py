@@ -388,7 +388,7 @@ def test_a_dry_run_shows_shapes_by_example_and_runs_nothing(tmp_path):
     done = zfabric("run-batch", "-i", "in.jsonl", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0
     assert "q-0: Answer the question with one word." in done.stdout
-    assert "1 items in shapes of under 32 items" in done.stdout
+    assert "1 item in shapes of under 32 items" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     done = zfabric("run-batch", "-i", "in.jsonl", "--dry-run", "--json", cwd=tmp_path)
     plan = json.loads(done.stdout)

@@ -62,7 +62,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-@pytest.mark.parametrize(("form", "said"), [("text", "lines before it"), ("json", "dropped_bef")])
+@pytest.mark.parametrize(("form", "said"), [("text", "dropped before it"), ("json", "dropped_bef")])
 def test_reader_that_sleeps_costs_lines_and_no_time(
     monkeypatch: pytest.MonkeyPatch, form: str, said: str
 ) -> None:

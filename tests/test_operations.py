@@ -170,7 +170,7 @@ def test_log_file_that_takes_nothing_for_a_while_takes_the_next_line(tmp_path, m
     log.write({**EVENT, "text": "again"})
     log.close()
     lines = (tmp_path / "events.log").read_text().splitlines()
-    assert len(lines) == 1 and "again (1 lines before it were dropped)" in lines[0]
+    assert len(lines) == 1 and "again (1 line dropped before it)" in lines[0]
 
 
 @pytest.mark.e2e

@@ -221,7 +221,7 @@ def test_monitor_may_look_and_never_act(secured):
         orders = {"drain": {}, "pause": {"model": "m"}, "resume": {"model": "m"},
                   "dead.drop": {"all": True}, "dead.requeue": {"all": True},
                   "producers.cancel": {"name": "x"}, "producers.forget": {"name": "x"},
-                  "workers.forget": {"name": "x"}}  # fmt: skip
+                  "workers.forget": {"name": "x"}, "models.forget": {"model": "m"}}  # fmt: skip
         for op, args in orders.items():
             with pytest.raises(NotAllowed, match=r"^not_allowed: a monitor's key"):
                 monitor.request(op, **args)

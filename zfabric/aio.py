@@ -23,6 +23,7 @@ from zfabric.connection import Key
 from zfabric.errors import Backpressure, ConnectError, TimeoutExpired
 from zfabric.results import CHUNK_ITEMS, CHUNK_S, Item, Reorder, Result, Results, Sink
 from zfabric.waiting import drain_aloud
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -188,7 +189,7 @@ class AsyncClient:
                     await _within(self.client.room(len(items)), until)
             except TimeoutError:
                 raise Backpressure(
-                    f"no room among {self.client.buffer_items} open items, the buffer's limit"
+                    f"no room: {counted(self.client.buffer_items, 'open item')}, the buffer's limit"
                 ) from None
         return accepted
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zfabric.errors import TimeoutExpired
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.client import Client
@@ -124,7 +125,7 @@ class Watch:
             return False
         held, waiting = books
         if held > 0 and self._wait_for_workers:
-            self._say(now, f"waiting for {held} dead items that were requeued")
+            self._say(now, f"waiting for {counted(held, 'dead item')} requeued")
             return True
         return waiting > in_hand
 

@@ -23,6 +23,7 @@ from zfabric.errors import Backpressure, ConnectError, Lost, Refused, TimeoutExp
 from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, Sink, end_sink, status_name
 from zfabric.session import Arrival, News
 from zfabric.waiting import drain_aloud, mapped
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -194,7 +195,8 @@ class Client(Connection):
                     room.result(None if until is None else max(0.0, until - time.monotonic()))
             except TimeoutError:
                 raise Backpressure(
-                    f"{len(self._open)} items are open, the buffer's limit is {self.buffer_items}"
+                    f"{counted(len(self._open), 'open item')}, and the buffer's limit is "
+                    f"{self.buffer_items}"
                 ) from None
 
     def enqueue(
@@ -295,7 +297,7 @@ class Client(Connection):
                 lambda: not self._open or self._failure is not None, timeout
             )
             if not done:
-                raise TimeoutExpired(f"{len(self._open)} items are open after {timeout} s")
+                raise TimeoutExpired(f"{counted(len(self._open), 'open item')} after {timeout} s")
 
     # -- what happened ------------------------------------------------------------------------
 

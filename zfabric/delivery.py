@@ -17,6 +17,7 @@ from zfabric.peers import Peer, Worker
 from zfabric.pending import Batch, BatchId, part
 from zfabric.protocol import CHARGING_KINDS, WORKER_STATUSES, Message, Type, packed, split
 from zfabric.shapes import NAME_BYTES_MAX, Contract
+from zfabric.words import counted
 
 # (peer, type, fields, columns, body)
 Send = Callable[..., None]
@@ -310,7 +311,7 @@ class Delivery:
         self._fabric.pending.remember_expired(batch, started)
         self._fabric.event(
             "lease_expired",
-            f"batch of {worker.name}: {why}; {len(started)} items charged",
+            f"batch of {worker.name}: {why}; {counted(len(started), 'item')} charged",
             now,
             worker=worker.name,
         )

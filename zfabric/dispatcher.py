@@ -39,6 +39,7 @@ from zfabric.segments import Window
 from zfabric.store import Store
 from zfabric.upkeep import Upkeep
 from zfabric.watching import Watch
+from zfabric.words import counted
 
 ENDPOINT_OF_ROLE = {"producer": PRODUCERS, "operator": PRODUCERS, "worker": WORKERS}
 # Connections at once; each costs a few kilobytes here and a descriptor in the socket.
@@ -420,7 +421,9 @@ class Dispatcher:
         if self.draining_since is None:
             self.draining_since = now
             self._offers.draining = self._intake.draining = True
-            self.fabric.event("draining", f"{self.fabric.pending.items} items are pending", now)
+            self.fabric.event(
+                "draining", f"{counted(self.fabric.pending.items, 'item')} pending", now
+            )
 
     def drained(self, now: float) -> bool:
         """Whether a drain is over: nothing pending and every result sent, or out of time."""

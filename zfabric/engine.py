@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from zfabric.errors import FabricError, ProtocolError
 from zfabric.shapes import Shape
+from zfabric.words import counted
 
 Status: TypeAlias = Literal["ok", "too_long", "failed"]
 STATUSES: frozenset[str] = frozenset(("ok", "too_long", "failed"))
@@ -49,8 +50,8 @@ class Batch:
         items = len(self.payloads)
         if not len(self.lengths) == len(self.shape_index) == items:
             raise ProtocolError(
-                f"batch columns disagree: {len(self.lengths)} lengths, {items} payloads, "
-                f"{len(self.shape_index)} shape indices"
+                f"batch columns disagree: {counted(len(self.lengths), 'length')}, "
+                f"{counted(items, 'payload')}, {len(self.shape_index)} shape indices"
             )
         if items and not 0 <= min(self.shape_index) <= max(self.shape_index) < len(self.shapes):
             raise ProtocolError(f"a shape index is outside the batch's {len(self.shapes)} shapes")

@@ -44,6 +44,7 @@ from zfabric.engine import (
 )
 from zfabric.errors import ConfigError, FabricError
 from zfabric.shapes import Shape
+from zfabric.words import counted
 
 # Payloads of all results in one message; a run that returns more is an engine error.
 RESULT_BYTES_MAX = 2**30
@@ -188,7 +189,9 @@ def _checked_whole(returned: object, items: int) -> Sequence[Result]:
     if isinstance(returned, (str, bytes)) or not isinstance(returned, Sequence):
         raise _EngineFault(f"run() returned {_type_name(returned)}, not a sequence of Result")
     if len(returned) != items:
-        raise _EngineFault(f"run() returned {len(returned)} results for {items} items")
+        raise _EngineFault(
+            f"run() returned {counted(len(returned), 'result')} for {counted(items, 'item')}"
+        )
     size_bytes = sum(_checked(result, index) for index, result in enumerate(returned))
     if size_bytes > RESULT_BYTES_MAX:
         raise _EngineFault(f"results hold {size_bytes} bytes; at most {RESULT_BYTES_MAX} may")
@@ -211,7 +214,7 @@ def _checked_pairs(returned: Iterable[object], items: int) -> Iterator[tuple[int
         if isinstance(index, bool) or not isinstance(index, int):
             raise _EngineFault(f"run() gave an index of type {_type_name(index)}")
         if not 0 <= index < items:
-            raise _EngineFault(f"run() gave index {index} in a batch of {items} items")
+            raise _EngineFault(f"run() gave index {index} in a batch of {counted(items, 'item')}")
         if index in seen:
             raise _EngineFault(f"run() gave index {index} twice")
         if _checked(result, index) > RESULT_BYTES_MAX:
@@ -219,7 +222,9 @@ def _checked_pairs(returned: Iterable[object], items: int) -> Iterator[tuple[int
         seen.add(index)
         yield index, result
     if len(seen) != items:
-        raise _EngineFault(f"run() gave {len(seen)} results for {items} items")
+        raise _EngineFault(
+            f"run() gave {counted(len(seen), 'result')} for {counted(items, 'item')}"
+        )
 
 
 def _checked(result: object, index: int) -> int:

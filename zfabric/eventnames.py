@@ -34,6 +34,7 @@ EVENTS = {
     "keys_reloaded": Known(INFO, "the list of keys has changed and counts"),
     "keys_unreadable": Known(WARNING, "the list of keys cannot be read: the former one counts"),
     "lease_expired": Known(WARNING, "a worker was silent with work in hand; it is retried"),
+    "model_forgotten": Known(INFO, "an operator forgot a model that nobody uses"),
     "model_paused": Known(INFO, "an operator stopped the batches of a model"),
     "model_resumed": Known(INFO, "an operator let the batches of a model go on"),
     "out_of_memory": Known(WARNING, "an engine lacked memory for a batch; its items are charged"),

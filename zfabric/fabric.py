@@ -104,20 +104,22 @@ class Fabric:
         """The model called `name`, made if need be. Raises PeerError over MODELS_MAX."""
         model = self.models.get(name)
         if model is None:
-            if len(self.models) >= MODELS_MAX and not self._drop_idle_model():
+            if len(self.models) >= MODELS_MAX and not self.drop_idle_model():
                 raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
             affine = self.config.next_shape == "affinity"
             chain_of = (lambda number: self.groups[number].shape.components) if affine else None
             model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
 
-    def _drop_idle_model(self) -> bool:
-        """Forget the oldest model that has neither work nor workers; whether there was one."""
+    def drop_idle_model(self, only: str | None = None) -> bool:
+        """Forget the oldest model (or `only`) without work and workers; whether there was one."""
         served = {worker.model for worker in self.workers.values()}
-        for name, model in self.models.items():
+        for name, model in [(only, self.models[only])] if only else self.models.items():
             if name not in served and not any(g.outstanding for g in model.groups.values()):
                 for group in list(model.groups.values()):
                     self._evict(group)
+                self.count("shape_switches_gone", model.draining.switches_total)
+                self.count("forced_switches_gone", model.draining.forced_switches_total)
                 del self.models[name]
                 return True
         return False
@@ -137,18 +139,17 @@ class Fabric:
     def group_for(self, shape: Shape) -> Group:
         """The group that items of `shape` belong to, made if need be."""
         model = self.model(shape.model)
-        fifo = self.config.policy == "fifo"
-        key = 0 if fifo else shape.signature
+        key = 0 if self._is_fifo else shape.signature
         group = model.groups.get(key)
         if group is None:
             lanes = Lanes(self.config.lanes) if self.config.policy == "lanes" else None
-            own = Shape(shape.model) if fifo else shape
+            own = Shape(shape.model) if self._is_fifo else shape
             group = Group(self._next_group, model, own, lanes, self.limits)
             self._next_group += 1
             model.groups[key] = self.groups[group.id] = group
         elif group.id in self.idle:
             del self.idle[group.id]
-        if shape.label and not group.shape.label and not fifo:
+        if shape.label and not group.shape.label and not self._is_fifo:
             # restored from disk, where no example is kept
             group.shape = shape
         return group
@@ -156,10 +157,9 @@ class Fabric:
     def producer(self, name: str, now: float) -> Producer:
         """The producer called `name`, made if need be. Raises PeerError over PRODUCERS_MAX."""
         index = self.producer_index.get(name)
-        if index is not None:
-            known = self.producers[index]
-            if known is not None:
-                return known
+        known = self.producers[index] if index is not None else None
+        if known is not None:
+            return known
         if len(self.producer_index) >= PRODUCERS_MAX:
             self._forget_absent()
         fresh = Producer(len(self.producers), name, now, last_seen_s=now)
@@ -450,7 +450,7 @@ class Fabric:
         what = (self._shape_of(ref), known.length, known.payload)
         record = DeadRecord(self.dead.next_id, name, first, *what, reason, attempts, now)
         self.dead.add(record, self.wall_offset_s)
-        text = f"given up after {attempts} attempts: {reason}"
+        text = f"given up after attempt {attempts}: {reason}"
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
         self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 

@@ -18,6 +18,7 @@ from zfabric.errors import PeerError
 from zfabric.fabric import Fabric
 from zfabric.peers import Peer
 from zfabric.protocol import Frame, Type
+from zfabric.words import counted
 
 WINDOW_S, SPOKEN_MAX = 10.0, 20
 # Characters of a text that came with a refusal.
@@ -58,7 +59,7 @@ class Gate:
 
     def reloaded(self, keys: int, now: float) -> None:
         """The list of keys has changed and counts."""
-        self._fabric.event("keys_reloaded", f"{keys:,} keys are listed", now)
+        self._fabric.event("keys_reloaded", f"{counted(keys, 'key')} listed", now)
 
     def unreadable(self, text: str, now: float) -> None:
         """The list of keys has changed and is of no use: what was known before still counts."""

@@ -22,6 +22,7 @@ from zfabric.outbox import Stored, error_payload
 from zfabric.peers import Peer, Producer
 from zfabric.protocol import NUMBER_MAX, Message, Status, Type, packed, split
 from zfabric.shapes import TOKENS_MAX, Shape
+from zfabric.words import counted
 
 Send = Callable[..., None]
 
@@ -165,7 +166,10 @@ class Intake:
             return self._Room(0, "storage_full", no_space)
         own = config.producer_items_max - producer.outstanding
         if own < wanted:
-            text = f"{producer.outstanding} items of {producer.name} have no acknowledged result"
+            text = (
+                f"{counted(producer.outstanding, 'item')} of {producer.name} without an "
+                "acknowledged result"
+            )
             return self._Room(max(0, own), "outbox_full", text)
         places = config.max_items - self._fabric.store.items
         if places < wanted:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TextIO
 
 from zfabric.errors import ConfigError
 from zfabric.eventnames import level_of
+from zfabric.words import counted
 
 # Lines that may wait for the writer.
 LINES_MAX = 10_000
@@ -121,7 +122,7 @@ class EventLog:
         """Log one event, or count it as dropped."""
         text = self._line(event)
         if self.dropped and self._line is text_line:
-            text = f"{text} ({self.dropped} lines before it were dropped)"
+            text = f"{text} ({counted(self.dropped, 'line')} dropped before it)"
         elif self.dropped:
             text = json.dumps({**json.loads(text), "dropped_before": self.dropped})
         try:

@@ -12,10 +12,11 @@ from typing import Any
 from zfabric import snapshot
 from zfabric.errors import PeerError
 from zfabric.fabric import Fabric
-from zfabric.groups import Group
+from zfabric.groups import Group, Model
 from zfabric.outbox import error_payload
 from zfabric.peers import Producer
 from zfabric.protocol import Status
+from zfabric.words import counted
 
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
@@ -53,6 +54,7 @@ class Operations:
             "drain": self._do_drain,
             "pause": lambda args, now: self._pause(args, now, True),
             "resume": lambda args, now: self._pause(args, now, False),
+            "models.forget": self._models_forget,
             "dead.ls": self._dead_ls,
             "dead.requeue": self._dead_requeue,
             "dead.drop": self._dead_drop,
@@ -111,7 +113,7 @@ class Operations:
         if worker.held:
             raise PeerError(
                 "in_use",
-                f"{worker.name} is gone with {_counted(len(worker.held), 'started batch')}; they "
+                f"{worker.name} is gone with {counted(len(worker.held), 'started batch')}; they "
                 f"are retried when its lease ends ({self._fabric.config.lease_s:g} s)",
             )
         del self._fabric.workers[worker.name]
@@ -130,11 +132,25 @@ class Operations:
         self._drain(now)
         return {"pending_items": self._fabric.pending.items}
 
-    def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
+    def _model(self, args: dict[str, Any]) -> Model:
         model = self._fabric.models.get(_word(args, "model"))
         if model is None:
             known = ", ".join(list(self._fabric.models)[:NAMED_MAX]) or "none yet"
             raise PeerError("not_found", f"no model {args['model']!r}; models here: {known}")
+        return model
+
+    def _models_forget(self, args: dict[str, Any], now: float) -> Any:
+        model = self._model(args)
+        if not self._fabric.drop_idle_model(model.name):
+            raise PeerError(
+                "in_use",
+                f"{model.name} has work, or workers; end and forget these first",
+            )
+        self._fabric.event("model_forgotten", model.name, now, model=model.name)
+        return {"model": model.name}
+
+    def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
+        model = self._model(args)
         model.paused = paused
         kind = "model_paused" if paused else "model_resumed"
         self._fabric.event(kind, model.name, now, model=model.name)
@@ -175,14 +191,14 @@ class Operations:
             raise PeerError("storage_full", no_space)
         for record_id in chosen:
             self._fabric.requeue(record_id, now)
-        self._fabric.event("dead_requeued", _counted(len(chosen), "item"), now)
+        self._fabric.event("dead_requeued", counted(len(chosen), "item"), now)
         return {"requeued": len(chosen)}
 
     def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
         for record_id in chosen:
             self._fabric.dead.drop(record_id)
-        self._fabric.event("dead_dropped", _counted(len(chosen), "record"), now)
+        self._fabric.event("dead_dropped", counted(len(chosen), "record"), now)
         return {"dropped": len(chosen)}
 
     def _producers_ls(self, args: dict[str, Any], now: float) -> Any:
@@ -213,7 +229,7 @@ class Operations:
         if waiting and args.get("force") is not True:
             raise PeerError(
                 "in_use",
-                f"{producer.name} has {waiting} items that have not ended; cancel it first, or "
+                f"{producer.name} has {counted(waiting, 'open item')}; cancel it first, or "
                 "forget it with --force",
             )
         results = len(producer.outbox)
@@ -232,11 +248,6 @@ def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -
                 for ref in fabric.store.waiting_of(some, producer.index):
                     fabric.end(ref, Status.CANCELLED, payload, clock())
                 yield
-
-
-def _counted(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def _count(args: dict[str, Any], name: str, default: int) -> int:

@@ -60,10 +60,10 @@ def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str,
         "refused_items": fabric.counters.get("refused_items", 0),
         **_padding(fabric, found),
         "shapes_active": found.shapes_active,
-        "shape_switches_total": sum(m.draining.switches_total for m in fabric.models.values()),
-        "forced_switches_total": sum(
-            m.draining.forced_switches_total for m in fabric.models.values()
-        ),
+        "shape_switches_total": fabric.counters.get("shape_switches_gone", 0)
+        + sum(m.draining.switches_total for m in fabric.models.values()),
+        "forced_switches_total": fabric.counters.get("forced_switches_gone", 0)
+        + sum(m.draining.forced_switches_total for m in fabric.models.values()),
         "dispatch_yields_total": fabric.counters.get("dispatch_yields", 0),
         "redeliveries_total": flow.redeliveries,
         "duplicates_total": flow.duplicates,

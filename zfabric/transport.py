@@ -121,12 +121,19 @@ def set_key(socket: Socket, key: ClientKey | None) -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.pair.secret.encode())
 
 
-def connect_dealer(context: zmq.Context[Socket], address: str, *, linger_ms: int = 2_000) -> Socket:
-    """A DEALER without a key that connects to `address`.
+def connect_dealer(
+    context: zmq.Context[Socket],
+    address: str,
+    key: ClientKey | None = None,
+    *,
+    linger_ms: int = 2_000,
+) -> Socket:
+    """A DEALER that connects to `address`, with a key if there is one.
 
     Messages queue only for a connection that is there.
     """
     socket = _dealer(context, address, linger_ms)
+    set_key(socket, key)
     socket.connect(address)
     return socket
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from zfabric.errors import FabricError, TimeoutExpired
 from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, take_chunk
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.client import Client
@@ -81,8 +82,8 @@ def still_open(client: Client) -> str:
     if not open_of:
         return ""
     text = (
-        f"client {client.name!r} waits for the results of {sum(open_of.values()):,} open items "
-        "before it leaves"
+        f"client {client.name!r} waits for the results of "
+        f"{counted(sum(open_of.values()), 'open item')} before it leaves"
     )
     if not client.connected:
         return f"{text}; the broker at {client.address} does not answer"

@@ -23,6 +23,7 @@ from zfabric.protocol import Status as Ended
 from zfabric.shapes import Contract, Shape
 from zfabric.store import Store
 from zfabric.upkeep import Upkeep
+from zfabric.words import counted
 
 # A backlog of more than this part of the sample would leave too little to look at.
 BACKLOG_SHARE = 4
@@ -77,7 +78,7 @@ def simulate(
     items = sum(len(run.lengths) for run in runs)
     if items < SAMPLE_MIN:
         raise ConfigError(
-            f"only {items} lengths are known since the broker started, {SAMPLE_MIN} are needed; "
+            f"only {counted(items, 'length')} known since the broker started, {SAMPLE_MIN} needed; "
             "submit more work and ask again"
         )
     config = BrokerConfig(memory=True, lanes=lanes, packing=packing, linger_ms=0, max_wait_s=0)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zfabric_tui.text import BAD, WARN, counted, duration, plain
+from zfabric.words import counted
+from zfabric_tui.text import BAD, WARN, duration, plain
 
 Snapshot = dict[str, Any]
 # A snapshot older than this is from a broker that has gone quiet, and a stretch of time longer than

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zfabric_tui.text import counted, plain
+from zfabric.words import counted
+from zfabric_tui.text import plain
 
 PAUSE, DRAIN, REQUEUE, FORGET = "pause", "drain", "requeue", "forget"
 NOTHING = {

@@ -95,12 +95,6 @@ def cut(spans: Line, width: int) -> Line:
     return tuple(kept)
 
 
-def counted(number: int, noun: str) -> str:
-    """1 item, 2,000 batches."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
 def amount(value: float | None, unit: str = "") -> str:
     """1234567 as "1.23 M"; n/a for what is not known."""
     if value is None:

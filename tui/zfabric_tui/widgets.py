@@ -13,6 +13,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from zfabric.words import counted
 from zfabric_tui import heat
 from zfabric_tui.pages.page import Page, Row
 from zfabric_tui.paint import NONE, Palette
@@ -259,8 +260,8 @@ class LanesView(Widget):
             use = f"no lane is in use; this shape may have {limit:,}"
         else:
             use = (
-                f"{used:,} of {limit:,} lanes in use, {retiring:,} of them retiring; another opens "
-                f"over {percent(threshold)} waste"
+                f"{used:,} of {counted(limit, 'lane')} in use, {retiring:,} of them retiring; "
+                f"another opens over {percent(threshold)} waste"
             )
         two = "" if self._palette.color and not self._palette.ascii_only else ", hotter of two"
         return [
@@ -291,12 +292,12 @@ class LanesView(Widget):
         return [
             (
                 Span(f"lane {lanes['id'][place]}", HEAD),
-                Span(f"  {state}, target {lanes['target_tokens'][place]:,} tokens, "),
-                Span(f"{lanes['outstanding_items'][place]:,} items outstanding"),
+                Span(f"  {state}, target {counted(lanes['target_tokens'][place], 'token')}, "),
+                Span(f"{counted(lanes['outstanding_items'][place], 'item')} outstanding"),
             ),
             line(
-                f"ready {lanes['ready_items'][place]:,} items, "
-                f"{lanes['ready_tokens'][place]:,} tokens, oldest {duration(age)}"
+                f"ready {counted(lanes['ready_items'][place], 'item')}, "
+                f"{counted(lanes['ready_tokens'][place], 'token')}, oldest {duration(age)}"
             ),
             line(
                 f"its batches: waste {percent(waste)}, "

@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from zfabric.processes import Use
+from zfabric.words import counted
 
 # Descriptors and threads that may come and go by themselves: files of lanes, a reconnecting peer.
 DESCRIPTORS_SLACK, THREADS_SLACK = 24, 4
@@ -47,9 +48,13 @@ def broken(seen: Seen, status: Mapping[str, Any] | None) -> list[str]:
     """What is not as it must be; `status` is the broker's at the end, None where there is none."""
     found = []
     if seen.lost:
-        found.append(f"{len(seen.lost)} items have no result (the first is {seen.lost[0]})")
+        found.append(
+            f"no result for {counted(len(seen.lost), 'item')} (the first is {seen.lost[0]})"
+        )
     if seen.twice:
-        found.append(f"{len(seen.twice)} items have two results (the first is {seen.twice[0]})")
+        found.append(
+            f"two results for {counted(len(seen.twice), 'item')} (the first is {seen.twice[0]})"
+        )
     for number, results in seen.results.items():
         status_word, payload = results[0]
         if number not in seen.payloads:

@@ -8,10 +8,12 @@ import time
 
 from zfabric.chaos.judge import Seen
 from zfabric.client import Client
+from zfabric.config_keys import NO_KEY
 from zfabric.errors import TimeoutExpired
 from zfabric.results import Item, Results, status_name
 from zfabric.session import Arrival
 from zfabric.shapes import Shape
+from zfabric.words import counted
 
 MODEL = "chaos"
 SHAPES = 5
@@ -22,7 +24,13 @@ class Load:
     """One producer of this process. Its numbers go on where an earlier run of its name ended."""
 
     def __init__(
-        self, address: str, name: str, chance: random.Random, *, model: str = MODEL
+        self,
+        address: str,
+        name: str,
+        chance: random.Random,
+        *,
+        model: str = MODEL,
+        key: str = NO_KEY,
     ) -> None:
         self.seen = Seen()
         self.name = name
@@ -32,7 +40,9 @@ class Load:
         # While it is not reading, results pile up unacknowledged; they may come before `client` is.
         self.reading = False
         self._unread = 0
-        self.client = Client(address, name=name, timeout_s=30.0, on_results=self._on_results)
+        self.client = Client(
+            address, name=name, timeout_s=30.0, on_results=self._on_results, key=key
+        )
         self._next = self.client.accepted_upto + 1
         self.read_on()
 
@@ -93,7 +103,7 @@ class Load:
         try:
             accepted.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
-            raise TimeoutExpired(f"{items} items were not accepted") from None
+            raise TimeoutExpired(f"{counted(items, 'item')} not accepted") from None
         return numbers
 
     @property
@@ -107,7 +117,7 @@ class Load:
             if not self._changed.wait_for(lambda: self.results >= count, timeout_s):
                 missing = count - self.results
                 raise TimeoutExpired(
-                    f"{missing} of {count} results are missing after {timeout_s:g} s"
+                    f"{missing} missing of {counted(count, 'result')} after {timeout_s:g} s"
                 )
 
     def await_end(self, timeout_s: float) -> None:
@@ -115,7 +125,7 @@ class Load:
         with self._changed:
             if not self._changed.wait_for(lambda: not self.seen.lost, timeout_s):
                 raise TimeoutExpired(
-                    f"{len(self.seen.lost)} items have no result after {timeout_s:g} s"
+                    f"no result for {counted(len(self.seen.lost), 'item')} after {timeout_s:g} s"
                 )
 
 

@@ -18,11 +18,14 @@ from typing import Any, Self
 import zmq
 
 from zfabric.chaos.judge import expected
+from zfabric.config_keys import NO_KEY
+from zfabric.connection import server_key
 from zfabric.engine import Result
-from zfabric.errors import FabricError
+from zfabric.errors import FabricError, NotAllowed, TimeoutExpired
+from zfabric.keys import client_key
 from zfabric.protocol import FROM_BROKER, Message, Type, decode, encode
 from zfabric.shapes import Contract
-from zfabric.transport import connect_dealer
+from zfabric.transport import connect_dealer, connect_watched
 from zfabric.worker_session import WorkerSession
 
 CONTRACT = Contract(8, 8_192, 1_024)
@@ -33,14 +36,17 @@ ANSWER_S = 10.0
 class Crowd:
     """Many workers on real connections, served by one thread; each answers as the engine would."""
 
-    def __init__(self, address: str, count: int, model: str, *, window: int = 2) -> None:
+    def __init__(
+        self, address: str, count: int, model: str, key: str = NO_KEY, *, window: int = 2
+    ) -> None:
+        loaded = client_key(key, server_key())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, count + 16)
         self._sessions: dict[zmq.Socket[bytes], WorkerSession] = {}
         self._poller = zmq.Poller()
         self._ending = threading.Event()
         for k in range(count):
-            socket = connect_dealer(self._context, address, linger_ms=0)
+            socket = connect_dealer(self._context, address, loaded, linger_ms=0)
             session = WorkerSession(
                 f"{model}-{k}", secrets.randbits(63), model=model, contract=CONTRACT, window=window,
                 engine="touch", simulated=True,
@@ -110,9 +116,11 @@ def _send(socket: zmq.Socket[bytes], session: WorkerSession) -> None:
 class Rogue:
     """One connection that says what it likes."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = NO_KEY) -> None:
+        loaded = client_key(key, server_key())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = connect_dealer(self._context, address, linger_ms=200)
+        self._socket = connect_dealer(self._context, address, loaded, linger_ms=200)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(ANSWER_S * 1000))
 
     def __enter__(self) -> Self:
         return self
@@ -127,8 +135,11 @@ class Rogue:
         self._context.term()
 
     def say(self, frames: Sequence[bytes]) -> None:
-        """Send these frames."""
-        self._socket.send_multipart(list(frames))
+        """Send these frames. Raises FabricError where nobody takes them."""
+        try:
+            self._socket.send_multipart(list(frames))
+        except zmq.Again:
+            raise FabricError(f"no connection within {ANSWER_S:g} s") from None
 
     def tell(self, kind: Type, fields: dict[str, Any], *rest: Any) -> None:
         """Send a message of the protocol."""
@@ -169,17 +180,41 @@ def scan(host: str, port: int, chance: random.Random, connections: int) -> None:
                 connection.shutdown(sockets.SHUT_WR)
 
 
-def visitors(address: str, count: int, hello: dict[str, Any]) -> None:
+def visitors(address: str, count: int, hello: dict[str, Any], mark: str, key: str = NO_KEY) -> None:
     """Connect, say HELLO, hear WELCOME and vanish, so many times. Raises FabricError."""
+    loaded = client_key(key, server_key())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         for k in range(count):
-            socket = connect_dealer(context, address, linger_ms=0)
-            fields = {"name": f"visitor-{k}", "instance": k + 1, **hello}
-            socket.send_multipart(encode(Type.HELLO, fields))
+            socket = connect_dealer(context, address, loaded, linger_ms=0)
+            socket.setsockopt(zmq.SNDTIMEO, int(ANSWER_S * 1000))
+            fields = {"name": f"{mark}-{k}", "instance": k + 1, **hello}
+            with contextlib.suppress(zmq.Again):
+                socket.send_multipart(encode(Type.HELLO, fields))
             welcomed = socket.poll(int(ANSWER_S * 1000))
             socket.close(0)
             if not welcomed:
                 raise FabricError(f"visitor {k} was not welcomed within {ANSWER_S:g} s")
     finally:
+        # Not term: a signal may have come between a socket and its close.
+        context.destroy(0)
+
+
+def admitted(address: str, key: str) -> None:
+    """Whether a key opens this port, without a word said. Raises NotAllowed, TimeoutExpired."""
+    loaded = client_key(key, server_key())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket, handshakes = connect_watched(context, address, loaded)
+    try:
+        until = time.monotonic() + ANSWER_S
+        # It may be written to once it is let in.
+        while not socket.poll(100, zmq.POLLOUT):
+            trouble = handshakes.trouble(loaded)
+            if trouble is not None and trouble.code is not None:
+                raise NotAllowed(f"{address}: {trouble.code}: {trouble.text}")
+            if time.monotonic() > until:
+                raise TimeoutExpired(f"no connection to {address} within {ANSWER_S:g} s")
+    finally:
+        handshakes.close()
+        socket.close(0)
         context.term()

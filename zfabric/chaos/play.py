@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zfabric.addresses import format_address, parse_address
+from zfabric.addresses import format_address
 from zfabric.chaos import judge
 from zfabric.chaos.load import MODEL, Load
-from zfabric.chaos.peers import Crowd
+from zfabric.chaos.peers import Crowd, Rogue
 from zfabric.chaos.proxy import HOST, Proxy
-from zfabric.chaos.stage import Stage, ask, operator
+from zfabric.chaos.remote import Keys, Remote, ask
+from zfabric.chaos.stage import Stage
 from zfabric.errors import FabricError
 from zfabric.processes import Processes, wait_for
 
@@ -30,6 +32,7 @@ WARM_ITEMS = 60
 # Everything must be over this long after a fault.
 FINISH_S = 90.0
 SETTLE_S = 10.0
+NO_KEYS = Keys()
 
 
 def expect(holds: bool, what: str) -> None:
@@ -43,19 +46,6 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-class Remote:
-    """A fabric that somebody else has started: it may be asked and used, not harmed."""
-
-    def __init__(self, address: str) -> None:
-        host, port = parse_address(address)
-        self.address = format_address(host, port)
-        with operator(self.address) as client:
-            ports = client.welcome
-        self.host = host
-        self.ports = (port, int(ports["worker_port"]), int(ports["stats_port"]))
-        self.workers_address = format_address(host, self.ports[1])
-
-
 @dataclass
 class Run:
     """What a scenario gets to work with."""
@@ -65,6 +55,8 @@ class Run:
     chance: random.Random
     processes: Processes
     directory: Path
+    # in front of every name that this run uses
+    mark: str
     model: str
     cycles: int
     proxy: Proxy | None = None
@@ -86,7 +78,26 @@ class Run:
 
     def ask(self, op: str, **args: Any) -> Any:
         """One question to the broker. Raises FabricError."""
-        return ask(self.fabric.address, op, **args)
+        return ask(self.fabric.address, self.fabric.keys.operator, op, **args)
+
+    @contextlib.contextmanager
+    def producing(self, name: str, model: str) -> Iterator[Load]:
+        """Another producer; its name gets the run's mark."""
+        key = self.fabric.keys.producer
+        load = Load(self.fabric.address, f"{self.mark}-{name}", self.chance, model=model, key=key)
+        try:
+            yield load
+        finally:
+            load.close()
+
+    def crowd(self, count: int, model: str, *, window: int = 2) -> Crowd:
+        """Many workers."""
+        fabric = self.fabric
+        return Crowd(fabric.workers_address, count, model, fabric.keys.worker, window=window)
+
+    def rogue(self) -> Rogue:
+        """A worker that says what it likes."""
+        return Rogue(self.fabric.workers_address, self.fabric.keys.worker)
 
     def status(self) -> dict[str, Any]:
         """What `zfabric status --json` prints."""
@@ -153,6 +164,8 @@ class Report:
     rss_after_bytes: int | None = None
     seconds: float = 0.0
     broken: list[str] = field(default_factory=list)
+    # names of this run that could not be taken off the lists of somebody else's fabric
+    left: list[str] = field(default_factory=list)
 
 
 def play(
@@ -163,14 +176,27 @@ def play(
     seconds: float = 0.0,
     cycles: int = 300,
     against: str | None = None,
+    keys: Keys = NO_KEYS,
 ) -> Report:
-    """Do the fault once, and again until `seconds` are over; what fails is in the report."""
+    """Do the fault once, and again until `seconds` are over; what fails is in the report.
+
+    `against` is the address of somebody else's fabric, `keys` are those for it.
+    """
     report, began = Report(scenario.name, scenario.faults), time.monotonic()
     chance = random.Random(f"{scenario.name} {seed}")
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(Processes())
+        # Not drawn from the seed: another run may be at work on the same fabric.
+        mark = f"chaos-{secrets.token_hex(6)}"
         try:
-            run = _set(stack, scenario, processes, directory, chance, cycles, against)
+            fabric: Stage | Remote
+            if against is not None:
+                fabric = remote = Remote(against, keys)
+                stack.callback(lambda: report.left.extend(remote.forget(mark)))
+            else:
+                fabric = Stage(processes, directory, scenario.broker)
+                fabric.start_broker()
+            run = _set(stack, scenario, fabric, processes, directory, chance, cycles, mark)
             _rounds(run, scenario, report, began + seconds)
         except (FabricError, TimeoutError, OSError, LookupError) as error:
             report.broken.append(f"{type(error).__name__}: {error}")
@@ -181,34 +207,30 @@ def play(
 def _set(
     stack: contextlib.ExitStack,
     scenario: Scenario,
+    fabric: Stage | Remote,
     processes: Processes,
     directory: Path,
     chance: random.Random,
     cycles: int,
-    against: str | None,
+    mark: str,
 ) -> Run:
-    """The fabric, its workers and the load, ready."""
-    proxy, model = None, MODEL
-    if against is not None:
-        fabric: Stage | Remote = Remote(against)
-        model = f"chaos-{chance.getrandbits(32):08x}"
-    else:
-        fabric = Stage(processes, directory, scenario.broker)
-        fabric.start_broker()
+    """The fabric's workers and the load, ready."""
+    proxy = None
+    model = MODEL if isinstance(fabric, Stage) else mark
     address = fabric.address
     if scenario.linked:
         proxy = stack.enter_context(Proxy(fabric.ports, chance.getrandbits(32)))
         address = format_address(HOST, fabric.ports[0])
     if scenario.crowd:
-        stack.enter_context(Crowd(fabric.workers_address, scenario.crowd, model))
+        crowd = Crowd(fabric.workers_address, scenario.crowd, model, fabric.keys.worker)
+        stack.enter_context(crowd)
     elif isinstance(fabric, Stage):
         for k in range(2):
             fabric.start_worker(f"gpu{k}", *scenario.engine, address=address)
         fabric.await_workers(2)
-    name = f"chaos-{chance.getrandbits(32):08x}"
-    load = Load(address, name, chance, model=model)
+    load = Load(address, mark, chance, model=model, key=fabric.keys.producer)
     stack.callback(load.close)
-    return Run(fabric, load, chance, processes, directory, model, cycles, proxy)
+    return Run(fabric, load, chance, processes, directory, mark, model, cycles, proxy)
 
 
 def _rounds(run: Run, scenario: Scenario, report: Report, until_s: float) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import zmq
 
-from zfabric.chaos.load import Load
 from zfabric.chaos.play import FINISH_S, Run, Scenario, expect, pause
 from zfabric.chaos.stage import LEASE_S, START_S
 from zfabric.chaos.strangers import (
@@ -146,7 +145,8 @@ def disk_limit(run: Run) -> None:
         except FabricError as error:
             failed.append(error)
 
-    submitting = threading.Thread(target=submit)
+    # Not waited for where the run is ended by a signal.
+    submitting = threading.Thread(target=submit, daemon=True)
     submitting.start()
     wait_for("a full disk", lambda: bool(run.status()["storage"]["full"]), START_S)
     for name in run.stage.workers:
@@ -268,17 +268,15 @@ def _request(custom_id: str, k: int, model: str) -> dict[str, Any]:
 def producer_exits(run: Run) -> None:
     name = f"exits-{run.chance.getrandbits(32):08x}"
     process = run.processes.python(
-        "zfabric.chaos.exits", "submit", address=run.fabric.address, name=name, model=run.model
-    )
+        "zfabric.chaos.exits", "submit", address=run.fabric.address, name=f"{run.mark}-{name}",
+        model=run.model, key=run.fabric.keys.producer,
+    )  # fmt: skip
     process.communicate(timeout=FINISH_S)
     expect(process.returncode == 0, f"the producer ended with code {process.returncode}")
-    heir = Load(run.fabric.address, name, run.chance, model=run.model)
-    try:
+    with run.producing(name, run.model) as heir:
         heir.await_results(1, FINISH_S)
         (word, _), *_ = heir.seen.results[1]
         expect(word == "ok", f"the item ended as {word}")
-    finally:
-        heir.close()
 
 
 def slow_reader(run: Run) -> None:
@@ -287,13 +285,12 @@ def slow_reader(run: Run) -> None:
     sleeper = context.socket(zmq.SUB)
     sleeper.setsockopt(zmq.SUBSCRIBE, b"")
     sleeper.connect(run.fabric.address.rsplit(":", 1)[0] + f":{run.fabric.ports[2]}")
-    other = Load(run.fabric.address, f"{run.load.name}-other", run.chance, model=run.model)
     try:
-        other.submit(400)
-        other.await_end(FINISH_S)
-        expect(not other.seen.twice, "another producer got results twice")
+        with run.producing("other", run.model) as other:
+            other.submit(400)
+            other.await_end(FINISH_S)
+            expect(not other.seen.twice, "another producer got results twice")
     finally:
-        other.close()
         sleeper.close(0)
         context.term()
         run.load.read_on()

@@ -7,42 +7,28 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zfabric.chaos.load import MODEL
-from zfabric.client import Client
+from zfabric.chaos.remote import Keys, ask
 from zfabric.errors import FabricError
 from zfabric.processes import Processes, Use, children, command, use, wait_for
+from zfabric.words import counted
 
 # Short, so that deaths are judged in seconds.
 LEASE_S, HEARTBEAT_S = 3.0, 0.5
-START_S, ANSWER_S = 60.0, 30.0
+START_S = 60.0
 CONTRACT = ("--max-batch", "16", "--max-tokens", "16384", "--max-input", "1024")
 # Some hundred items a second for each worker, so that a fault finds work in hand.
 ENGINE = ("--engine", "sim", "--opt", "speed=1", "--opt", "batch_us=20000", "--opt", "token_us=0.2",
           "--opt", "miss_token_us=0")  # fmt: skip
 
 
-@contextlib.contextmanager
-def operator(address: str) -> Iterator[Client]:
-    """A connection that asks."""
-    client = Client(address, role="operator", timeout_s=ANSWER_S)
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-def ask(address: str, op: str, **args: Any) -> Any:
-    """One question to the broker there. Raises FabricError."""
-    with operator(address) as client:
-        return client.request(op, ANSWER_S, **args)
-
-
 class Stage:
-    """A fabric of processes in one directory."""
+    """A fabric of processes in one directory, without keys."""
+
+    keys = Keys()
 
     def __init__(self, processes: Processes, directory: Path, broker: Sequence[str] = ()) -> None:
         self.directory = directory
@@ -136,11 +122,11 @@ class Stage:
 
     def await_workers(self, count: int) -> None:
         """Wait until so many workers are connected and take work. Raises TimeoutError."""
-        wait_for(f"{count} workers", lambda: self.connected() >= count, START_S)
+        wait_for(counted(count, "worker"), lambda: self.connected() >= count, START_S)
 
     def connected(self) -> int:
         """Workers that are connected now; 0 while nobody answers."""
         with contextlib.suppress(FabricError):
-            rows = ask(self.address, "workers")
+            rows = ask(self.address, self.keys.operator, "workers")
             return sum(1 for row in rows if row["live"] and row["granted"])
         return 0

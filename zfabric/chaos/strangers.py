@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from zfabric.chaos.load import Load
-from zfabric.chaos.peers import CONTRACT_FIELDS, Crowd, Rogue, scan, visitors
+from zfabric.chaos.peers import CONTRACT_FIELDS, Rogue, scan, visitors
 from zfabric.chaos.play import FINISH_S, Run, expect
+from zfabric.chaos.remote import Remote
 from zfabric.chaos.stage import Stage
 from zfabric.processes import wait_for
 from zfabric.protocol import MAGIC, VERSION, Type, encode, packed
+from zfabric.words import counted
 
 MANY_WORKERS, MANY_WORKERS_S = 500, 10.0
 FILL_BATCHES, FILL_WORKERS, FILL_WINDOW = 3_099, 100, 31
+# A broker remembers 1,000 workers that are gone: more at once would push others off its list.
+FEW_VISITORS = 200
 # A slice and one batch, on a machine that does other things too.
 FILL_SLICE_MAX_S = 0.25
 # Bytes that visitors may leave, however many there were.
@@ -35,7 +38,7 @@ def other_version(run: Run) -> None:
     at = len(MAGIC)
     for version in (VERSION - 1, VERSION + 1):
         old = hello[0][:at] + bytes((version % 256,)) + hello[0][at + 1 :]
-        with Rogue(run.fabric.address) as rogue:
+        with Rogue(run.fabric.address, run.fabric.keys.operator) as rogue:
             rogue.say([old])
             fields = rogue.hear(Type.ERROR).fields
         expect(fields["code"] == "version_mismatch", f"it was told {fields['code']}")
@@ -51,17 +54,18 @@ def nonsense_workers(run: Run) -> None:
         {"model": ""}, {"window": 10**6}, {"ragged": "yes"}, {"name": "a\x1b[2J"},
     ]  # fmt: skip
     for k, changed in enumerate(nonsense):
-        with Rogue(run.fabric.workers_address) as rogue:
-            rogue.hello(f"nonsense-{k}", "nobody-has-this", **changed)
+        with run.rogue() as rogue:
+            rogue.hello(f"{run.mark}-nonsense-{k}", f"{run.mark}-nobody", **changed)
             told = rogue.hear(Type.ERROR, Type.WELCOME)
             expect(told.kind is Type.ERROR, f"a worker with {changed} was welcomed")
     names = {row["name"] for row in run.ask("workers")}
-    expect(not any(name.startswith("nonsense") for name in names), "nonsense is listed")
+    expect(not any("nonsense" in name for name in names), "nonsense is listed")
 
 
 def name_collision(run: Run) -> None:
-    name, model = f"twin-{run.chance.getrandbits(32):08x}", f"{run.model}-twins"
-    with Rogue(run.fabric.workers_address) as first, Rogue(run.fabric.workers_address) as second:
+    name = f"{run.mark}-twin-{run.chance.getrandbits(32):08x}"
+    model = f"{run.model}-twins"
+    with run.rogue() as first, run.rogue() as second:
         first.hello(name, model)
         epoch = first.hear(Type.WELCOME).fields["epoch"]
         second.hello(name, model)
@@ -75,19 +79,16 @@ def name_collision(run: Run) -> None:
 
 def wrong_completions(run: Run) -> None:
     model = f"{run.model}-wrong"
-    load = Load(run.fabric.address, f"{run.load.name}-wrong", run.chance, model=model)
-    try:
+    with run.producing("wrong", model) as load:
         load.submit(1)
-        with Rogue(run.fabric.workers_address) as rogue:
-            rogue.hello(f"rogue-{run.chance.getrandbits(32):08x}", model)
+        with run.rogue() as rogue:
+            rogue.hello(f"{run.mark}-rogue-{run.chance.getrandbits(32):08x}", model)
             rogue.hear(Type.WELCOME)
             rogue.tell(Type.HEARTBEAT, {"received": 0, "window": 1})
             _complete_wrongly(rogue)
             rogue.tell(Type.BYE, {"reason": "done"})
         load.await_end(FINISH_S)
         expect(not load.seen.twice, "a result is visible twice")
-    finally:
-        load.close()
 
 
 def _complete_wrongly(rogue: Rogue) -> None:
@@ -104,7 +105,10 @@ def _complete_wrongly(rogue: Rogue) -> None:
         rogue.tell(Type.DONE, batch_id, columns, b"ok" * len(told))
         fields = rogue.hear(Type.DONE_ACK).fields
         found = fields["duplicates"]
-        expect(found == expected_duplicates, f"{found} duplicates, not {expected_duplicates}")
+        expect(
+            found == expected_duplicates,
+            f"{counted(found, 'duplicate')}, not {expected_duplicates}",
+        )
 
 
 def come_and_go(run: Run) -> None:
@@ -118,21 +122,28 @@ def come_and_go(run: Run) -> None:
     run.recovers()
     if stage is not None:
         grown = stage.used().rss_bytes - before
-        expect(grown <= VISITORS_RSS_MAX, f"{run.cycles} visitors left {grown:,} bytes in memory")
+        expect(
+            grown <= VISITORS_RSS_MAX,
+            f"{counted(run.cycles, 'visitor')} left {grown:,} bytes in memory",
+        )
 
 
 def _visit(run: Run, each: int, worker: dict[str, Any]) -> None:
     """So many operators, and so many workers."""
-    visitors(run.fabric.address, each, {"role": "operator"})
-    visitors(run.fabric.workers_address, each, worker)
+    fabric, mark = run.fabric, f"{run.mark}-visitor"
+    visitors(fabric.address, each, {"role": "operator"}, mark, fabric.keys.operator)
+    some = FEW_VISITORS if isinstance(fabric, Remote) else each
+    for begun in range(0, each, some):
+        visitors(fabric.workers_address, min(some, each - begun), worker, mark, fabric.keys.worker)
+        if isinstance(fabric, Remote):
+            fabric.forget(mark)
 
 
 def many_workers(run: Run) -> None:
     model = f"{run.model}-crowd"
-    load = Load(run.fabric.address, f"{run.load.name}-crowd", run.chance, model=model)
-    try:
+    with run.producing("crowd", model) as load:
         began = time.monotonic()
-        with Crowd(run.fabric.workers_address, MANY_WORKERS, model):
+        with run.crowd(MANY_WORKERS, model):
             wait_for(f"{MANY_WORKERS} workers", lambda: _live(run, model) == MANY_WORKERS, 60.0)
             took = time.monotonic() - began
             run.recovered_s.append(took)
@@ -140,8 +151,6 @@ def many_workers(run: Run) -> None:
             load.submit(10 * MANY_WORKERS)
             load.await_end(FINISH_S)
             expect(_live(run, model) == MANY_WORKERS, "a worker was taken for dead at full load")
-    finally:
-        load.close()
 
 
 def _live(run: Run, model: str) -> int:
@@ -154,16 +163,13 @@ def _disconnects(run: Run, model: str) -> int:
 
 def big_fill(run: Run) -> None:
     model = f"{run.model}-fill"
-    load = Load(run.fabric.address, f"{run.load.name}-fill", run.chance, model=model)
-    try:
+    with run.producing("fill", model) as load:
         for _ in range(8):
             load.submit(FILL_BATCHES, length=100)
         before = _disconnects(run, model)
-        with Crowd(run.fabric.workers_address, FILL_WORKERS, model, window=FILL_WINDOW):
+        with run.crowd(FILL_WORKERS, model, window=FILL_WINDOW):
             load.await_end(FINISH_S)
             lost = _disconnects(run, model) - before
-            expect(not lost, f"{lost} workers were lost during the fill")
+            expect(not lost, f"{counted(lost, 'worker')} lost during the fill")
         slice_s = run.status()["dispatch_slice_max_s"]
         expect(slice_s <= FILL_SLICE_MAX_S, f"the loop was held for {slice_s:.3f} s")
-    finally:
-        load.close()

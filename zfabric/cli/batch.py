@@ -21,6 +21,7 @@ from zfabric.cli.progress import Lines, reporter
 from zfabric.cli.worker import add_engine_flags
 from zfabric.config import KEYS, Config
 from zfabric.errors import ConfigError, TimeoutExpired
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -257,10 +258,12 @@ def load_count(name: str | None) -> Callable[[str], int] | None:
 
 def in_words(summary: Summary) -> str:
     """A summary for people, in one line."""
-    parts = [f"{summary.done:,} results"]
+    parts = [counted(summary.done, "result")]
+    if summary.failed:
+        parts.append(f"{summary.failed:,} failed")
+    if summary.bad:
+        parts.append(counted(summary.bad, "bad line"))
     for number, name in (
-        (summary.failed, "failed"),
-        (summary.bad, "bad lines"),
         (summary.too_long, "too long to run"),
         (summary.resumed, "done in an earlier run"),
         (summary.adopted, "adopted from the broker"),

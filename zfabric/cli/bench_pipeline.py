@@ -14,6 +14,7 @@ from zfabric.cli import bench_policies as tables
 from zfabric.cli import common
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
+from zfabric.words import counted
 
 PIPELINE = """
 A real broker, one producer and two workers that only touch bytes, each a process: items a second,
@@ -125,7 +126,8 @@ def _pipeline(args: argparse.Namespace) -> int:
     trace = pipeline.Trace(str(args.lengths) if args.lengths else None, args.column)
     rows: list[dict[str, Any]] = []
     for case in chosen:
-        common.say(f"zfabric: {case.shapes} shapes, {case.lanes} lanes, {case.backlog:,} waiting")
+        where = f"{counted(case.shapes, 'shape')}, {counted(case.lanes, 'lane')}"
+        common.say(f"zfabric: {where}, {case.backlog:,} waiting")
         with _directory(args.dir) as directory, bar(case.backlog) as progress:
             rows.append(_tried(lambda: pipeline.run(
                 case, directory, args.size, args.seconds, trace, progress  # noqa: B023 - called here

@@ -11,6 +11,7 @@ from typing import Any
 from zfabric.cli import common
 from zfabric.errors import ConfigError
 from zfabric.lanes import LANES_MAX
+from zfabric.words import counted
 
 WALL = """
 Replay a length trace through the lanes of each shape, on a virtual clock: how waste, fill and cost
@@ -169,7 +170,8 @@ def _wall(args: argparse.Namespace) -> int:
         sort=args.sort,
         seed=args.seed,
     )
-    common.say(f"zfabric: replaying {args.items:,} items over {args.shapes} shapes")
+    over = f"{counted(args.items, 'item')} over {counted(args.shapes, 'shape')}"
+    common.say(f"zfabric: replaying {over}")
     found = wall.run(load, args.processes or None)
     if args.plot:
         text = plot.svg(
@@ -177,8 +179,8 @@ def _wall(args: argparse.Namespace) -> int:
                 "waste": [p["waste_ratio"] for p in found["points"]],
                 "fill": [p["fill_ratio"] for p in found["points"]],
             },
-            f"{args.lanes:,} lanes, {args.packing}: waste and batch fill",
-            f"{args.items:,} items over {args.shapes} shapes, from left to right",
+            f"{counted(args.lanes, 'lane')}, {args.packing}: waste and batch fill",
+            f"{over}, from left to right",
         )
         try:
             args.plot.write_text(text, encoding="utf-8")
@@ -195,7 +197,8 @@ def _wall(args: argparse.Namespace) -> int:
     common.show("\nwaste over the run")
     common.show(plot.terminal([p["waste_ratio"] for p in found["points"]], plain=plain))
     common.show(
-        f"\n{found['items']:,} items in {found['seconds']:.1f} s ({found['cpu_s']:.1f} s of CPU): "
+        f"\n{counted(found['items'], 'item')} in {found['seconds']:.1f} s "
+        f"({found['cpu_s']:.1f} s of CPU): "
         f"{found['items_per_cpu_s']:,.0f} items/s on one core, drawing included"
     )
     return 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zfabric import config as configuration
 from zfabric.cli import common
 from zfabric.errors import ConfigError, StorageError
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.broker import Broker, Endpoints
@@ -176,8 +177,8 @@ def recovery_in_words(directory: str | None, found: Recovered) -> str:
     waiting = sum(segment.states.count(0) for segment in found.segments)
     results = sum(len(producer.results) for producer in found.producers.values())
     text = (
-        f"{directory}: {waiting:,} items and {results:,} results from "
-        f"{found.entries:,} entries in {found.seconds:.2f} s"
+        f"{directory}: {counted(waiting, 'item')} and {counted(results, 'result')} from "
+        f"{counted(found.entries, 'entry')} in {found.seconds:.2f} s"
     )
     if found.damaged or found.quarantined_files:
         set_aside = len(found.damaged) + len(found.quarantined_files)

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zfabric import config as configuration
+from zfabric.access import a
 from zfabric.cli import common
+from zfabric.cli.children import end_all, ending_on_signals
 from zfabric.cli.parser import count
-from zfabric.errors import ConfigError, InvariantError
+from zfabric.config_keys import NO_KEY
+from zfabric.errors import ConfigError, InvariantError, NotAllowed
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.chaos.play import Report, Scenario
+    from zfabric.chaos.remote import Keys
 
+# Names in a line that says what is still there.
+LEFT_SHOWN = 5
+NEEDED = (
+    "a run needs three keys, one each of role producer, worker and operator: `zfabric keys make "
+    "USER --role ROLE` makes one, --key FILE names it"
+)
 TEXT = """
 Start a real fabric (a broker, two workers of the simulated engine, a producer), do one fault to
 it, and judge: every accepted item has one result, with the bytes of a run without faults; the
 books balance; the broker keeps no descriptor and no thread. Each scenario gets a fabric of its
-own, and is done again until --for is over. With --against the harmless ones are done to a fabric
-that runs, under models and names of their own. Exit code 5 says that an invariant broke.
+own, and is done again until --for is over. Exit code 5 says that an invariant broke.
+
+With --against the harmless ones are done to a fabric that runs, under models and names of their
+own, which are taken off its lists at the end. Where that fabric has keys, a run needs three, one of
+each role that it plays: --key PRODUCER --key WORKER --key OPERATOR. The file says which is which;
+ZFABRIC_KEY stands for the one of its role where --key gives none.
 """
 
 
@@ -39,42 +56,110 @@ def add(commands: common.Commands) -> None:
          help="do each again until so many seconds are over (once)")  # fmt: skip
     flag("--cycles", type=count, default=300, metavar="N", help="of come_and_go (300)")
     flag("--against", metavar="ADDRESS", help="a fabric that runs: only what is harmless")
+    flag("--key", action="append", default=[], dest="keys", metavar="FILE",
+         help="a key for --against, three times: of role producer, worker, operator")  # fmt: skip
+    configuration.add_flags(parser, "client", ["server_key"])
     flag("--dir", type=Path, metavar="DIR", help="where to put files; kept where something broke")
     common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Play them; raises InvariantError where one broke."""
-    from zfabric.chaos.play import Remote, play
+    from zfabric.chaos.remote import Keys, Remote
 
-    if args.against is None:
-        common.without_keys()
+    if args.keys and args.against is None:
+        raise ConfigError("--key goes with --against: a fabric of its own has no keys")
     chosen = _chosen(args)
     if args.list:
         return _list(args, chosen)
-    if args.against is not None:
-        # Whether it is there, and lets us in, is no verdict on it.
-        Remote(args.against)
-    reports = []
-    for scenario in chosen:
-        directory = Path(tempfile.mkdtemp(prefix=f"zfabric-{scenario.name}-", dir=args.dir))
-        common.say(f"zfabric: {scenario.name}: {scenario.summary}")
-        report = play(
-            scenario, directory, seed=args.seed, seconds=args.seconds, cycles=args.cycles,
-            against=args.against,
-        )  # fmt: skip
-        reports.append(report)
-        for text in report.broken:
-            common.say(f"zfabric: {scenario.name}: {common.clean(text)}")
-        if report.broken:
-            common.say(f"zfabric: {scenario.name}: its files are in {directory}")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
+    keys = _keys(args) if args.against is not None else Keys()
+    # Each peer is told of its key; none may come to another by the environment.
+    common.without_keys()
+    with ending_on_signals():
+        if args.against is not None:
+            # Whether it is there, and lets us in, is no verdict on it.
+            try:
+                Remote(args.against, keys)
+            except NotAllowed as error:
+                raise error if keys != Keys() else NotAllowed(f"{error}; {NEEDED}") from None
+        reports = _play(args, chosen, keys)
     _show(args, reports)
     broken = [report.scenario for report in reports if report.broken]
     if broken:
         raise InvariantError(f"{len(broken)} of {len(reports)} broke: {', '.join(broken)}")
     return 0
+
+
+def _keys(args: argparse.Namespace) -> Keys:
+    """The keys of the command line and the configuration by role. Raises ConfigError."""
+    from zfabric.chaos.remote import Keys
+    from zfabric.keys import load_client_key
+
+    settings = common.load(args).client
+    if settings.server_key is not None:
+        os.environ["ZFABRIC_SERVER_KEY"] = settings.server_key
+    roles = [field.name for field in dataclasses.fields(Keys)]
+    found: dict[str, str] = {}
+    for path in args.keys if args.keys != [NO_KEY] else []:
+        role = load_client_key(path, settings.server_key).role
+        if role not in roles:
+            raise ConfigError(f"{path} is {a(role)}'s key; {NEEDED}")
+        if role in found:
+            raise ConfigError(f"{found[role]} and {path} are both {a(role)}'s key; {NEEDED}")
+        found[role] = path
+    if settings.key not in (None, NO_KEY) and args.keys != [NO_KEY]:
+        found.setdefault(load_client_key(settings.key, settings.server_key).role, settings.key)
+    missing = [role for role in roles if role not in found]
+    if found and missing:
+        raise ConfigError(f"no key of role {' or '.join(missing)} was given; {NEEDED}")
+    # They are read again by processes that start elsewhere.
+    return Keys(
+        **{role: str(Path(path).resolve()) for role, path in found.items() if role in roles}
+    )
+
+
+def _play(args: argparse.Namespace, chosen: list[Scenario], keys: Keys) -> list[Report]:
+    """Play them one after another; what a signal ends leaves no process and no file."""
+    from zfabric.chaos.play import play
+    from zfabric.processes import children
+
+    reports: list[Report] = []
+    passing: list[Path] = []
+    others = children(os.getpid())
+    try:
+        for scenario in chosen:
+            directory = Path(tempfile.mkdtemp(prefix=f"zfabric-{scenario.name}-", dir=args.dir))
+            passing.append(directory)
+            common.say(f"zfabric: {scenario.name}: {scenario.summary}")
+            report = play(
+                scenario, directory, seed=args.seed, seconds=args.seconds, cycles=args.cycles,
+                against=args.against, keys=keys,
+            )  # fmt: skip
+            reports.append(report)
+            _tell(report, directory)
+            if report.broken:
+                passing.remove(directory)
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
+    except SystemExit:
+        # It may have come between a process and whoever would have ended it.
+        end_all(pid for pid in children(os.getpid()) if pid not in others)
+        raise
+    finally:
+        for directory in passing:
+            shutil.rmtree(directory, ignore_errors=True)
+    return reports
+
+
+def _tell(report: Report, directory: Path) -> None:
+    for text in report.broken:
+        common.say(f"zfabric: {report.scenario}: {common.clean(text)}")
+    if report.broken:
+        common.say(f"zfabric: {report.scenario}: its files are in {directory}")
+    if report.left:
+        left = common.clean(", ".join(report.left[:LEFT_SHOWN]))
+        many = counted(len(report.left), "name")
+        common.say(f"zfabric: {report.scenario}: {many} could not be taken off its lists: {left}")
 
 
 def _chosen(args: argparse.Namespace) -> list[Scenario]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from zfabric.errors import FabricError, TimeoutExpired
+from zfabric.processes import children
 
 STOP_S = 10.0
 PR_SET_PDEATHSIG = 1
@@ -98,6 +101,42 @@ class Children:
             if process.stdout is not None:
                 process.stdout.close()
         self._started.clear()
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """While this is open a signal ends the command like an exception, so that its children end too.
+
+    The first one: those after it are ignored, so that nothing is left of what ends meanwhile.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        for each in former:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What nohup has told this process to ignore, it goes on ignoring.
+    former = {n: signal.getsignal(n) for n in heard if signal.getsignal(n) != signal.SIG_IGN}
+    for number in former:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def end_all(pids: Iterable[int]) -> None:
+    """Kill these children and all that they have started."""
+    for pid in pids:
+        below = children(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        # Only now: a worker that lives would start its engine anew.
+        end_all(below)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def _end_with_parent() -> None:

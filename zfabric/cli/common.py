@@ -228,12 +228,6 @@ def cell(value: object) -> str:
     return middle(clean(value), CELL_CHARS_MAX)
 
 
-def counted(number: int, noun: str) -> str:
-    """1 item, 2,000 batches."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
-
-
 def size(count: float) -> str:
     """Bytes in few characters: 0 B, 4.29 GB."""
     text = short(count)

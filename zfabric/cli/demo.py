@@ -6,24 +6,23 @@ import argparse
 import dataclasses
 import functools
 import shutil
-import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from zfabric.cli import common, fabric
 from zfabric.cli.batch import in_words, stopping
-from zfabric.cli.children import Children
+from zfabric.cli.children import Children, ending_on_signals
 from zfabric.cli.common import percent
 from zfabric.cli.parser import count
 from zfabric.cli.progress import reporter
 from zfabric.cli.top import on_terminal, watch
 from zfabric.config import KEYS, ClientConfig, WorkerConfig
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
@@ -82,11 +81,12 @@ def run(args: argparse.Namespace) -> int:
     options = fabric.engine_options(args, args.engine, args.workers)
     source, output = OUT / "in.jsonl", OUT / "out.jsonl"
     items, what = write_batch_file(source, args.items, args.model)
+    prefixes = shared_prefixes(source)
     if args.engine == "sim" and "cache_tokens" not in options:
-        options["cache_tokens"] = str(prefix_tokens(source) // CACHE_SHARE)
-    common.say(f"zfabric: {items:,} requests ({what}) in {source}")
+        options["cache_tokens"] = str(sum(prefixes) // CACHE_SHARE)
+    common.say(f"zfabric: {counted(items, 'request')} ({what}) in {source}")
     with (
-        _ending_on_signals(),
+        ending_on_signals(),
         _data_directory(args.policy) as data,
         Children(OUT) as children,
     ):
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         common.show_json({"ok": ok, "summary": dataclasses.asdict(summary), "status": status})
     else:
-        common.show(_report(summary, status, args))
+        common.show(_report(summary, status, args, prefixes))
     common.say(in_words(summary))
     if signals:
         return 128 + signals[0]
@@ -157,8 +157,8 @@ def _choose_gguf(args: argparse.Namespace) -> None:
     args.items = args.items or GGUF_ITEMS
 
 
-def prefix_tokens(source: Path) -> int:
-    """Tokens of all distinct prefixes of a batch file, as they are estimated for its shapes."""
+def shared_prefixes(source: Path) -> list[int]:
+    """Tokens of each distinct prefix of a batch file, as they are estimated for its shapes."""
     from zfabric.batchfile import Discovery, Request, read_requests
 
     with source.open("rb") as stream:
@@ -167,22 +167,7 @@ def prefix_tokens(source: Path) -> int:
             for row in Discovery().assign(read_requests(stream))
             if isinstance(row, Request)
         }
-    return sum(shape.prefix_tokens or 0 for shape in shapes)
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process like an exception, so that its children end too."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    former = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    return [shape.prefix_tokens for shape in shapes if shape.prefix_tokens]
 
 
 @contextmanager
@@ -212,7 +197,7 @@ def _start(
     )
     fabric.await_workers(children, address, names, lambda row: row["live"] and row["granted"])
     simulated = " (simulated cards)" if args.engine == "sim" else ""
-    common.say(f"zfabric: {args.workers} workers ready, engine {args.engine}{simulated}")
+    common.say(f"zfabric: {counted(args.workers, 'worker')} ready, engine {args.engine}{simulated}")
     return address
 
 
@@ -226,15 +211,36 @@ def _status(address: str) -> dict[str, Any]:
         client.close()
 
 
-def _report(summary: Summary, status: Mapping[str, Any], args: argparse.Namespace) -> str:
+def prefixes_in_words(prefixes: Sequence[int]) -> str:
+    """What the cache can hit: without a shared prefix 0% is all that there is, the ideal too."""
+    from zfabric.batchfile.discovery import COUNT_MIN
+
+    if prefixes:
+        return f"{len(prefixes):,}, of {counted(sum(prefixes), 'token')}"
+    return (
+        f"none, so there is nothing to hit: a prefix counts once {COUNT_MIN} requests share it; "
+        "try more --items"
+    )
+
+
+def _report(
+    summary: Summary,
+    status: Mapping[str, Any],
+    args: argparse.Namespace,
+    prefixes: Sequence[int],
+) -> str:
     kept, files = status["durability"], status["storage"]["segment_files"]
     if files is not None:
-        kept += f", {files:,} segment files left"
+        kept += f", {counted(files, 'segment file')} left"
     rows = [
         ("policy", args.policy),
         ("durability", kept),
         ("items", f"{status['completed_items']:,} of {status['accepted_items']:,}"),
-        ("residual", f"{status['residual_items']:,} items, {status['residual_tokens']:,} tokens"),
+        (
+            "residual",
+            ", ".join(counted(status[f"residual_{unit}s"], unit) for unit in ("item", "token")),
+        ),
+        ("shared prefixes", prefixes_in_words(prefixes)),
         ("padding waste", percent(status["waste_ratio"])),
         ("batch fill", percent(status["batch_fill_ratio"])),
         ("shape switches", f"{status['shape_switches_total']:,}"),

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zfabric import words
 from zfabric.cli import common, fabric
 from zfabric.cli.common import percent
 from zfabric.config import Config
@@ -85,18 +86,26 @@ def _text(plan: Plan, *, counted: bool) -> str:
     contract = plan.contract
     rows = [
         ("lines", f"{plan.lines:,}"),
-        ("items", f"{plan.items:,}, and {bad:,} bad lines" + (f" ({reasons})" if bad else "")),
+        (
+            "items",
+            f"{plan.items:,}, and {words.counted(bad, 'bad line')}"
+            + (f" ({reasons})" if bad else ""),
+        ),
         ("tokens", f"{plan.tokens:,}, {'counted' if counted else 'estimated; see --tokenizer'}"),
-        ("too long", f"{plan.too_long:,} items over {contract.input_tokens_max:,} tokens"),
+        (
+            "too long",
+            f"{words.counted(plan.too_long, 'item')} over {contract.input_tokens_max:,} tokens",
+        ),
         ("shapes", f"{len(plan.shapes):,}"),
         (
             "shared",
-            f"{plan.shared_tokens:,} tokens in prefixes that were found, "
+            f"{words.counted(plan.shared_tokens, 'token')} in prefixes that were found, "
             + percent(plan.shared_tokens / plan.tokens if plan.tokens else None),
         ),
         (
             "small shapes",
-            f"{plan.small_items:,} items in shapes of under {contract.batch_items_max} items",
+            f"{words.counted(plan.small_items, 'item')} in shapes of under "
+            f"{words.counted(contract.batch_items_max, 'item')}",
         ),
     ]
     shapes = [

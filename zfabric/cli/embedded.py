@@ -20,6 +20,7 @@ from zfabric.cli import common, fabric, owned
 from zfabric.cli.children import Children
 from zfabric.config import KEYS, Config
 from zfabric.errors import ConfigError, TimeoutExpired
+from zfabric.words import counted
 
 # A broker whose parent was killed drains for 30 s at most, then it is gone.
 EARLIER_S = 45.0
@@ -67,7 +68,7 @@ def running(
                 children, address, engine, model, args.workers, contract, options
             )
             fabric.await_workers(children, address, names, lambda row: row["live"])
-            many = common.counted(len(names), "worker")
+            many = counted(len(names), "worker")
             notice(f"a broker of its own at {address}, {many} with engine {engine}")
             own = Embedded(address, fabric.Watching(children, names, notice, directory))
             yield own

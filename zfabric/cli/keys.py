@@ -11,6 +11,7 @@ from zfabric import config as configuration
 from zfabric.access import KEY_ROLES, a
 from zfabric.cli import common
 from zfabric.errors import ConfigError
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.keys import Keyring, Row
@@ -122,7 +123,7 @@ def run_revoke(args: argparse.Namespace) -> int:
     if args.json:
         common.show_json({"user": args.user, "revoked": ended})
     else:
-        common.say(f"zfabric: revoked {common.counted(ended, 'key')} of {args.user}")
+        common.say(f"zfabric: revoked {counted(ended, 'key')} of {args.user}")
     return 0
 
 

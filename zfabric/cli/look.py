@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zfabric.cli import common
-from zfabric.cli.common import counted, duration, percent, size
+from zfabric.cli.common import duration, percent, size
 from zfabric.cli.parser import count
+from zfabric.words import counted
 
 Map = Mapping[str, Any]
 
@@ -144,12 +145,13 @@ def _headline(status: Map) -> Iterable[tuple[str, str]]:
     )
     yield (
         "shapes",
-        f"{status['shapes_active']:,} active, {status['shape_switches_total']:,} switches, "
+        f"{status['shapes_active']:,} active, {counted(status['shape_switches_total'], 'switch')}, "
         f"{status['forced_switches_total']:,} forced",
     )
     yield (
         "faults",
-        f"{status['redeliveries_total']:,} redelivered, {status['duplicates_total']:,} duplicates, "
+        f"{status['redeliveries_total']:,} redelivered, "
+        f"{counted(status['duplicates_total'], 'duplicate')}, "
         f"{status['failed_items']:,} failed, {status['cancelled_items']:,} cancelled, "
         f"{status['refused_items']:,} refused, {status['dead_records']:,} dead",
     )
@@ -261,7 +263,7 @@ def run_lanes(args: argparse.Namespace) -> int:
     rows = list(zip(*(found[name] for name in columns), strict=True))
     rows.sort(key=lambda row: -row[3])
     common.show(
-        f"{common.clean(found['model'])} {found['signature']}: {len(rows):,} lanes of "
+        f"{common.clean(found['model'])} {found['signature']}: {counted(len(rows), 'lane')} of "
         f"{found['lanes_limit']:,}, threshold {percent(found['threshold_ratio'])}"
     )
     headers = ("lane", "target", "ready", "ready tok", "outstanding", "quiescing", "oldest")

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from zfabric.cli import common
-from zfabric.cli.common import counted, duration
+from zfabric.cli.common import duration
 from zfabric.cli.parser import count
 from zfabric.errors import ConfigError
+from zfabric.words import counted
 
 Run = Callable[[argparse.Namespace], int]
 PRODUCER = "its name, as `zfabric producers ls` shows it"

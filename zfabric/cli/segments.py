@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zfabric.cli import common
 from zfabric.errors import ConfigError, StorageError
+from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.pins import Hole
@@ -99,7 +100,7 @@ def run_verify(args: argparse.Namespace) -> int:
             number = f", item {problem['number']}" if problem.get("number") is not None else ""
             common.show(f"{problem['file']} at {problem['offset']}: {problem['reason']}{number}")
         verdict = f"{len(problems)} damaged" if problems else "all whole"
-        common.show(f"{len(files):,} files, {entries:,} entries: {verdict}")
+        common.show(f"{counted(len(files), 'file')}, {counted(entries, 'entry')}: {verdict}")
     return EXIT_DAMAGE if problems else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zfabric.words import counted
 from zfabric_tui.pages.page import Page, Row, View, row_of
 from zfabric_tui.text import (
     BAD,
@@ -14,7 +15,6 @@ from zfabric_tui.text import (
     Line,
     Span,
     amount,
-    counted,
     duration,
     line,
     percent,
@@ -111,8 +111,8 @@ def _detail(view: View, w: dict[str, Any]) -> list[Line]:
             Span(f" {age:.1f} s of the {lease:g} s that its lease lasts"),
         ),
         line(
-            f"contract  {contract['batch_items_max']:,} items, "
-            f"{contract['batch_tokens_max']:,} tokens a batch, input up to "
+            f"contract  {counted(contract['batch_items_max'], 'item')}, "
+            f"{counted(contract['batch_tokens_max'], 'token')} a batch, input up to "
             f"{contract['input_tokens_max']:,}, {w['padding']}"
         ),
         line(f"work      {held}"),

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from zfabric.eventnames import EVENTS, WARNING, level_of
+from zfabric.words import counted
 from zfabric_tui.pages.page import Page, Row, View
-from zfabric_tui.text import DIM, HEAD, WARN, Line, clean, counted, line, start
+from zfabric_tui.text import DIM, HEAD, WARN, Line, clean, line, start
 
 NAME_CHARS = 18
 # Lines for the whole text of the chosen event; the texts of engines may be long.

@@ -5,6 +5,7 @@ The only alarm of the books is the residual: everything else may be as large as 
 
 from __future__ import annotations
 
+from zfabric.words import counted
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.text import (
     BAD,
@@ -16,7 +17,6 @@ from zfabric_tui.text import (
     Line,
     Span,
     amount,
-    counted,
     duration,
     line,
     milliseconds,
@@ -114,7 +114,7 @@ def _disk(view: View) -> list[Line]:
     lines = [
         line(
             f"durability {s['durability']}; sync {milliseconds(s.get('sync_s'))}, longest "
-            f"{milliseconds(s.get('sync_max_s'))}, {s.get('syncs_total', 0):,} syncs"
+            f"{milliseconds(s.get('sync_max_s'))}, {counted(s.get('syncs_total', 0), 'sync')}"
         ),
         line(
             f"handing out: longest slice {milliseconds(s.get('dispatch_slice_max_s'))}, "

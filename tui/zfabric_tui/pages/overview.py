@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from zfabric.words import counted
 from zfabric_tui.model import Alarm, alarms, ended_items, eta_s, is_over, not_done, total_items
 from zfabric_tui.pages.page import Page, View
 from zfabric_tui.text import (
@@ -17,7 +18,6 @@ from zfabric_tui.text import (
     Line,
     Span,
     amount,
-    counted,
     duration,
     factor,
     line,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from zfabric.words import counted
 from zfabric_tui.pages.page import Page, Row, View, row_of
 from zfabric_tui.text import (
     DIM,
     HEAD,
     Column,
     amount,
-    counted,
     duration,
     line,
     percent,
@@ -41,7 +41,8 @@ def page(view: View) -> Page:
     shapes = s["shapes"]
     title = (
         f"{counted(s['shapes_active'], 'shape')} with work, {len(shapes)} shown; "
-        f"{s['shape_switches_total']:,} switches, {s['forced_switches_total']:,} forced by max wait"
+        f"{counted(s['shape_switches_total'], 'switch')}, "
+        f"{s['forced_switches_total']:,} forced by max wait"
     )
     if not shapes:
         return Page([line("no shapes yet: submit work, or zfabric run-batch --help", DIM)])
