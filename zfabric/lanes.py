@@ -189,7 +189,8 @@ class Lanes:
         targets_after: list[int] = []
         tags: list[int] = []
         rows: list[tuple[int, int, int, int]] = []
-        rising, left, coming = _if_descending(lengths), len(lengths), iter(lengths)
+        left, coming = len(lengths), iter(lengths)
+        rising = _if_descending(lengths) if left > 1 else None
         for length in coming:
             position, raised, tag = find(targets, length), True, TAG_THRESHOLD
             if position < lanes:
@@ -255,7 +256,7 @@ class Lanes:
     def _note(self, runs: Runs, items: int, opened: int, now: float) -> None:
         """Count what was assigned, a lane at a time."""
         outstanding, touched, lane_ids = self._outstanding, self._touched, runs.lane_ids
-        single = len(lane_ids) == items
+        single = len(lane_ids) == items > 1
         pairs = Counter(lane_ids).items() if single else zip(lane_ids, runs.counts, strict=True)
         for lane, count in pairs:
             outstanding[lane] += count
