@@ -104,7 +104,10 @@ class Handshakes:
             )
         if not self._failed:
             return None
-        said = "it has another key than the one in your key's file" if key else "it asks for a key"
+        said = "it asks for a key"
+        if key is not None:
+            said = "it has another key than the one in your key's file, "
+            said += f"{key.user} connects too often (then it lets in later)"
         return Trouble(None, f"what listens there ends every connection: {said}, or is no broker")
 
     def close(self) -> None:
@@ -121,12 +124,16 @@ def set_key(socket: Socket, key: ClientKey | None) -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.pair.secret.encode())
 
 
-def connect_dealer(context: zmq.Context[Socket], address: str, *, linger_ms: int = 2_000) -> Socket:
-    """A DEALER without a key that connects to `address`.
-
-    Messages queue only for a connection that is there.
-    """
+def connect_dealer(
+    context: zmq.Context[Socket],
+    address: str,
+    *,
+    linger_ms: int = 2_000,
+    key: ClientKey | None = None,
+) -> Socket:
+    """A DEALER that connects to `address`. Messages queue only for a connection that is there."""
     socket = _dealer(context, address, linger_ms)
+    set_key(socket, key)
     socket.connect(address)
     return socket
 

@@ -20,6 +20,7 @@ import zmq
 from zfabric.chaos.judge import expected
 from zfabric.engine import Result
 from zfabric.errors import FabricError
+from zfabric.keys import ClientKey
 from zfabric.protocol import FROM_BROKER, Message, Type, decode, encode
 from zfabric.shapes import Contract
 from zfabric.transport import connect_dealer
@@ -33,14 +34,22 @@ ANSWER_S = 10.0
 class Crowd:
     """Many workers on real connections, served by one thread; each answers as the engine would."""
 
-    def __init__(self, address: str, count: int, model: str, *, window: int = 2) -> None:
+    def __init__(
+        self,
+        address: str,
+        count: int,
+        model: str,
+        *,
+        window: int = 2,
+        key: ClientKey | None = None,
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, count + 16)
         self._sessions: dict[zmq.Socket[bytes], WorkerSession] = {}
         self._poller = zmq.Poller()
         self._ending = threading.Event()
         for k in range(count):
-            socket = connect_dealer(self._context, address, linger_ms=0)
+            socket = connect_dealer(self._context, address, linger_ms=0, key=key)
             session = WorkerSession(
                 f"{model}-{k}", secrets.randbits(63), model=model, contract=CONTRACT, window=window,
                 engine="touch", simulated=True,
