@@ -13,7 +13,7 @@ from tests.running import CONTRACT, FAST, PATIENCE_S, serving, until
 from tests.test_security import SHAPE, Secured, raw
 from zfabric import access, gate
 from zfabric.chaos.peers import Crowd
-from zfabric.errors import NotAllowed
+from zfabric.errors import ConnectError, NotAllowed
 from zfabric.keys import load_client_key
 from zfabric.results import Item
 from zfabric.worker import Worker
@@ -77,6 +77,8 @@ def test_user_who_knocks_too_often_waits_and_nobody_else_does(tmp_path, monkeypa
     with secure(tmp_path, user_connections_max=5) as secured:
         for _ in range(5):
             secured.client("op", role="operator").close()
+        with pytest.raises(ConnectError, match="op connects too often"):
+            secured.client("op", role="operator", timeout_s=0.5)
         with contextlib.closing(secured.client("op", role="operator", timeout_s=PATIENCE_S)):
             refused = status(secured)["security"]["refusals"][access.TOO_MANY_HANDSHAKES]
             assert refused >= 1
@@ -84,7 +86,8 @@ def test_user_who_knocks_too_often_waits_and_nobody_else_does(tmp_path, monkeypa
         secured.client("mon", role="operator", timeout_s=5.0).close()
 
 
-def test_flood_of_unknown_keys_beside_a_healthy_client(tmp_path, monkeypatch):
+@pytest.mark.parametrize("manner", [["--open", "100"], ["--hasty"]], ids=["patient", "hasty"])
+def test_flood_of_unknown_keys_beside_a_healthy_client(tmp_path, monkeypatch, manner):
     """Strangers are answered at their pace; who is known comes in, and its items complete."""
     rate, burst = 20, 40
     monkeypatch.setattr(gate, "STRANGERS_PER_S", rate)
@@ -94,7 +97,7 @@ def test_flood_of_unknown_keys_beside_a_healthy_client(tmp_path, monkeypatch):
         words = [sys.executable, "-m", "tests.knocking", secured.address, server, str(FLOOD_S)]
         began_s = time.monotonic()
         with (
-            subprocess.Popen([*words, "--open", "100"], stdout=subprocess.PIPE) as flood,
+            subprocess.Popen([*words, *manner], stdout=subprocess.PIPE) as flood,
             serving(FAST, secured.address, key=secured.key("gpu"),
                     broker_port=secured.config["consumer_port"]),
         ):  # fmt: skip
@@ -106,7 +109,7 @@ def test_flood_of_unknown_keys_beside_a_healthy_client(tmp_path, monkeypatch):
                     took.append(time.monotonic() - asked_s)
                     futures = [alice.submit(Item(SHAPE, b"x", 10)) for _ in range(50)]
                     done += sum(future.result(PATIENCE_S).ok for future in futures)
-            opened = int(flood.stdout.read().split()[0])
+            opened = int(flood.stdout.read())
         lasted_s = time.monotonic() - began_s
         sys.stdout.write(f"\n{len(took)} clients connected in {max(took):.2f} s at most; ")
         sys.stdout.write(f"{done:,} items beside {opened:,} strangers in {lasted_s:.0f} s\n")

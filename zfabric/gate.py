@@ -26,8 +26,8 @@ from zfabric.telling import Telling
 RETURN_S = 10.0
 # What a user may open at once where few connections are allowed: a command needs two.
 BURST_MIN = 100
-# Handshakes of useless keys that are answered: a fleet with a wrong key is told so at once, and
-# what goes on for ever costs the loop some 3% of its time (130 us each).
+# Handshakes of useless keys that are answered: a fleet with a wrong key is told so at once, and who
+# goes on and waits for answers costs the loop some 3% of its time (130 us each).
 STRANGERS_PER_S, STRANGERS_BURST = 200, 1_000
 # Characters of a text that came with a refusal.
 TEXT_MAX = 200

@@ -28,8 +28,8 @@ ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 # version, request id, domain, address, routing id, mechanism, then the key
 CURVE_FRAMES = 7
-# Time of a turn that answers may take, 130 us each on a busy machine, 50 us where one is only read.
-# In a turn of 100 ms that is about as much as libzmq's thread brings about meanwhile.
+# Time of a turn that answers may take, some 130 us each on a busy machine: what is left waits for
+# the next turn, so that a flood takes a share of the loop and never all of it.
 ANSWERS_S = 0.02
 # Failures read in a turn, some 10 us each.
 FAILURES_MAX = 1_024
