@@ -77,7 +77,7 @@ def test_user_who_knocks_too_often_waits_and_nobody_else_does(tmp_path, monkeypa
     with secure(tmp_path, user_connections_max=5) as secured:
         for _ in range(5):
             secured.client("op", role="operator").close()
-        with pytest.raises(ConnectError, match="op connects too often"):
+        with pytest.raises(ConnectError, match="the keys of op connect too often"):
             secured.client("op", role="operator", timeout_s=0.5)
         with contextlib.closing(secured.client("op", role="operator", timeout_s=PATIENCE_S)):
             refused = status(secured)["security"]["refusals"][access.TOO_MANY_HANDSHAKES]

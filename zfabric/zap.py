@@ -43,10 +43,9 @@ REASON_OF = {
     CRYPTOGRAPHIC: access.SERVER_KEY_WRONG,
     MECHANISM_MISMATCH: access.KEY_MISSING,
 }
-# What a refusal is in ZAP: 300 is "later", after which libzmq tries again by itself, more and more
-# slowly. Without an answer it ends the connection after HANDSHAKE_IVL.
-REFUSED, LATER = b"400", b"300"
-STATUS_OF = {access.TOO_MANY_HANDSHAKES: LATER, access.TOO_MANY_STRANGERS: None}
+# What a refusal is in ZAP. Our clients read 500 as "later" and try again after 5 s; 300, which is
+# meant for that, tells them nothing, and libzmq 4.3.5 does not even end the connection.
+REFUSED, LATER = b"400", b"500"
 # Addresses of monitors: the number makes them differ within a process.
 _numbers = itertools.count(1)
 
@@ -151,7 +150,7 @@ class Authenticator:
             public = z85.encode(credentials[0]).decode("ascii")
             self._gate.opens(endpoint, public, now)
         except PeerError as error:
-            public, status = "", STATUS_OF.get(error.code, REFUSED)
+            public, status = "", _status_of(error.code, endpoint)
             where = f"{address.decode('ascii', 'replace')} at {endpoint}"
             self._gate.turned_away(error.code, f"{where}: {error.text}", now)
         if status is not None:
@@ -164,6 +163,18 @@ class Authenticator:
         for endpoint in list(self._monitors):
             self.release(endpoint)
         self._questions.close(0)
+
+
+def _status_of(code: str, endpoint: str) -> bytes | None:
+    """How a refusal is answered. Without an answer libzmq ends a connection after HANDSHAKE_IVL.
+
+    A subscriber has nobody who would dial again; where it is not answered, its libzmq does.
+    """
+    if code == access.TOO_MANY_STRANGERS:
+        return None
+    if code == access.TOO_MANY_HANDSHAKES:
+        return None if endpoint == access.STATS else LATER
+    return REFUSED
 
 
 def _failures(monitor: Socket) -> Counter[str]:
