@@ -14,10 +14,10 @@ from tests.running import CONTRACT, FAST, PATIENCE_S, RunningBroker, serving, un
 from zfabric import access
 from zfabric.client import Client
 from zfabric.errors import ConfigError, ConnectError, NotAllowed
-from zfabric.gate import SPOKEN_MAX, WINDOW_S
 from zfabric.keys import KeyPair, Keyring, load_client_key
 from zfabric.results import Item
 from zfabric.shapes import Shape
+from zfabric.telling import PERIOD_S
 from zfabric.worker import Worker
 from zfabric.zap import Authenticator
 from zfabric_tui.feed import LiveFeed
@@ -462,7 +462,7 @@ def test_flood_of_refusals_is_counted_and_told_in_part(secured):
     counts = until(lambda: _counted(secured, access.KEY_UNKNOWN, 40))
     assert counts >= 40
     told = [e for e in secured.events() if e["event"] == "access_refused"]
-    assert len(told) <= SPOKEN_MAX * (1 + (time.monotonic() - began_s) // WINDOW_S)
+    assert len(told) <= 1 + (time.monotonic() - began_s) // PERIOD_S
 
 
 def _counted(secured, reason, least):

@@ -43,6 +43,8 @@ _PRODUCER_OWN = frozenset({"producers.cancel", "producers.forget"})
 KEY_MISSING, KEY_UNKNOWN, KEY_REVOKED = "key_missing", "key_unknown", "key_revoked"
 NOT_ALLOWED, NAME_OF_ANOTHER = "not_allowed", "name_of_another"
 SERVER_KEY_WRONG, HANDSHAKE = "server_key_wrong", "handshake"
+TOO_MANY_CONNECTIONS = "too_many_connections"
+TOO_MANY_HANDSHAKES, TOO_MANY_STRANGERS = "too_many_handshakes", "too_many_strangers"
 REASONS: Mapping[str, str] = {
     KEY_MISSING: "the peer came without a key",
     KEY_UNKNOWN: "the key is not one that was made here",
@@ -51,9 +53,14 @@ REASONS: Mapping[str, str] = {
     NAME_OF_ANOTHER: "another user claimed the name first",
     SERVER_KEY_WRONG: "the peer takes this broker for another one",
     HANDSHAKE: "what connected went away, or spoke otherwise, before it said who it is",
+    TOO_MANY_CONNECTIONS: "the user has as many connections as one user may have",
+    TOO_MANY_HANDSHAKES: "the keys of the user connect too often",
+    TOO_MANY_STRANGERS: "keys that are of no use come too often; not even answered",
 }
 # The same as codes of ERROR, where it is told to the peer; another attempt cures none of them.
 REFUSAL_CODES = frozenset({KEY_UNKNOWN, KEY_REVOKED, NOT_ALLOWED, NAME_OF_ANOTHER})
+# Refusals of HELLO that another attempt may cure.
+PASSING_CODES = frozenset({"name_in_use", "too_many_peers", TOO_MANY_CONNECTIONS})
 
 
 class Grant(NamedTuple):

@@ -48,6 +48,8 @@ SEND_HWM = 128
 RECEIVE_HWM = 64
 SOCKET_BUFFER_BYTES = 256 * 1024
 HANDSHAKE_IVL_MS = 5_000
+# Connections that wait to be taken: with libzmq's 100 a crowd makes newcomers wait for seconds.
+BACKLOG_CONNECTIONS = 4_096
 # Longest wait in poll: judgement and upkeep are due this often even when nothing arrives.
 TICK_S = 0.1
 # Longest time spent receiving before everything else gets its turn.
@@ -188,6 +190,7 @@ class Broker:
             (zmq.SNDBUF, SOCKET_BUFFER_BYTES),
             (zmq.RCVBUF, SOCKET_BUFFER_BYTES),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
+            (zmq.BACKLOG, BACKLOG_CONNECTIONS),
             *DEAD_LINE_OPTIONS,
             (zmq.LINGER, 0),
         ):

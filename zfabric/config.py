@@ -147,6 +147,7 @@ class BrokerConfig:
         16 * MIB, "unacknowledged result bytes on their way to one producer", "bytes"
     )
     payload_bytes_max: int = count_row(64 * MIB, "largest payload of an item", "bytes", 1 * GIB)
+    user_connections_max: int = count_row(1_000, "connections of one user's keys", "connections")
     message_items_max: int = count_row(65_536, "items in one message", high=BATCH_ITEMS_MAX)
     metrics_port: int | None = port_row(
         None, "port of Prometheus metrics at the bound address; none when not set"

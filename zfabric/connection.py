@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
-from zfabric.access import NOT_ALLOWED, REASONS
+from zfabric.access import NOT_ALLOWED, PASSING_CODES, REASONS
 from zfabric.addresses import format_address, parse_address
 from zfabric.errors import (
     ConnectError,
@@ -92,6 +92,8 @@ class Connection(ABC):
             raise failure
         if taken is not None and taken[0] == "name_in_use":
             raise NameInUse(f"{taken[1]} at {self.address}; choose another name")
+        if taken is not None and taken[0] in PASSING_CODES:
+            raise NotAllowed(f"{self.address}: {taken[0]}: {taken[1]}")
         trouble = self._link.trouble
         if trouble is not None:
             raise ConnectError(
@@ -189,7 +191,7 @@ class Connection(ABC):
             code, text = news.fatal
             self._fail(_failure(code, f"{self.address}: {code}: {text}", self.address))
         for code, text in news.errors:
-            if code == "name_in_use":
+            if code in PASSING_CODES:
                 self._session.last_refusal = (code, text)
 
     def _reply(self, news: News) -> None:

@@ -187,6 +187,7 @@ class Dispatcher:
         self.gate.greets(role, name, key)
         former = self._former(role, name, instance, routing_id)
         fresh = Peer(endpoint, routing_id, role, name, instance, self._epoch + 1, now, key)
+        self.gate.makes_room(fresh, former)
         answer: dict[str, Any] = {}
         if role == "worker":
             self._delivery.hello(fresh, fields, now)
@@ -196,6 +197,7 @@ class Dispatcher:
         # Nothing was refused: only now the old connection of this name goes.
         if former is not None:
             self.peers.pop(former.address, None)
+            self.gate.left(former)
         self._epoch += 1
         self.peers[endpoint, routing_id] = fresh
         self.gate.greeted(fresh, now)
@@ -275,6 +277,7 @@ class Dispatcher:
 
     def _gone(self, peer: Peer, reason: str, now: float, kind: str = "left") -> None:
         self.peers.pop(peer.address, None)
+        self.gate.left(peer)
         peer.state = GONE
         holder = self.gate.holder(peer.role, peer.name)
         if holder is not peer:
@@ -299,6 +302,7 @@ class Dispatcher:
         self._work_off_chores()
         self._upkeep.turn(now)
         self._watch.look(now)
+        self.gate.turn(now)
         if drained and now >= self._next_judgement_s:
             self._next_judgement_s = now + JUDGE_S
             self._judge(now)

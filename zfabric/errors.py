@@ -28,7 +28,7 @@ class Backpressure(FabricError):
 
 
 class NotAllowed(FabricError):
-    """The broker refuses this key, this name to its user, or what its role asks for."""
+    """The broker refuses this key, one connection more, a name to its user, or what is asked."""
 
 
 class ProtocolError(FabricError):

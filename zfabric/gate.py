@@ -2,9 +2,10 @@
 
 Without keys (`replace` was never called) everybody may do everything, and only counts are kept.
 With keys every message is checked, since a connection may outlive its key. What is refused raises
-PeerError and changes nothing. A refusal is always counted; of one kind at most `SPOKEN_MAX` become
-events in `WINDOW_S`, and the next one says how many were held back, so that a flood of them pushes
-nothing else out of sight. Times are seconds on the caller's monotonic clock.
+PeerError and changes nothing. A user may have so many connections (counted from HELLO to their end:
+libzmq tells of no other) and make them at a pace; all keys that are of no use have one pace
+together, so that they take nothing from those that are. A refusal is always counted, and told as
+`telling` does. Times are seconds on the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ from zfabric import access
 from zfabric.access import Grant, Table
 from zfabric.errors import PeerError
 from zfabric.fabric import Fabric
+from zfabric.pace import Pace
 from zfabric.peers import Peer
 from zfabric.protocol import Frame, Type
+from zfabric.telling import Telling
 from zfabric.words import counted
 
-WINDOW_S, SPOKEN_MAX = 10.0, 20
+# All that a user may have can come back at once, as after a restart, and again after this long.
+RETURN_S = 10.0
+# What a user may open at once where few connections are allowed: a command needs two.
+BURST_MIN = 100
+# Handshakes of useless keys that are answered: a fleet with a wrong key is told so at once, and who
+# goes on and waits for answers costs the loop some 3% of its time (130 us each).
+STRANGERS_PER_S, STRANGERS_BURST = 200, 1_000
 # Characters of a text that came with a refusal.
 TEXT_MAX = 200
 # The broker's own recorder, for as long as its process lives.
@@ -34,8 +43,11 @@ class Gate:
         self._fabric = fabric
         self._table: Table | None = None
         self._own: dict[str, Grant] = {}
-        # (event, reason) -> [start of its window, events in it, refusals held back]
-        self._spoken: dict[tuple[str, str], list[float]] = {}
+        self._telling = Telling(fabric.event)
+        # addresses of live connections, and the pace of new ones, by user
+        self._connections: dict[str, set[tuple[str, bytes]]] = {}
+        self._paces: dict[str, Pace] = {}
+        self._strangers = Pace(STRANGERS_PER_S, STRANGERS_BURST)
 
     @property
     def keyed(self) -> bool:
@@ -46,6 +58,8 @@ class Gate:
         """From now on these keys count; returns those that counted before and do not any more."""
         before = self._table or {}
         self._table = {**table, **self._own}
+        users = {grant.user for grant in self._table.values()}
+        self._paces = {user: pace for user, pace in self._paces.items() if user in users}
         return {
             public
             for public, grant in before.items()
@@ -67,11 +81,25 @@ class Gate:
 
     # -- asking -------------------------------------------------------------------------------
 
-    def opens(self, endpoint: str, public: str) -> Grant:
-        """A handshake. Raises PeerError where this key may not open this endpoint."""
+    def opens(self, endpoint: str, public: str, now: float) -> Grant:
+        """A handshake. Raises PeerError where this key may not open this endpoint, or not yet."""
+        grant = (self._table or {}).get(public)
+        if grant is None or grant.revoked:
+            if not self._strangers.take(now):
+                text = f"more than {STRANGERS_PER_S:,} useless keys a second"
+                raise PeerError(access.TOO_MANY_STRANGERS, text)
+        elif not self._pace_of(grant.user).take(now):
+            raise PeerError(access.TOO_MANY_HANDSHAKES, f"the keys of {grant.user} knock too often")
         grant = access.check_key(self._table or {}, public)
         access.check_endpoint(grant, endpoint)
         return grant
+
+    def _pace_of(self, user: str) -> Pace:
+        pace = self._paces.get(user)
+        if pace is None:
+            burst = max(BURST_MIN, self._fabric.config.user_connections_max)
+            pace = self._paces[user] = Pace(burst / RETURN_S, burst)
+        return pace
 
     def speaks(self, peer: Peer | None, endpoint: str, public: str | None) -> None:
         """A message of a connection; `public` is what its frames carry. Raises PeerError."""
@@ -89,12 +117,38 @@ class Gate:
         access.check_greeting(grant, role)
         self._fabric.claims.check(role, name, grant.user)
 
+    def makes_room(self, peer: Peer, former: Peer | None) -> None:
+        """A HELLO in the place of `former`. Raises PeerError where its user has too many."""
+        if self._table is None:
+            return
+        user = access.check_key(self._table, peer.key).user
+        most = self._fabric.config.user_connections_max
+        held = self._connections.get(user, set())
+        replaces = peer.address in held or (former is not None and former.address in held)
+        if len(held) >= most and not replaces:
+            raise PeerError(
+                access.TOO_MANY_CONNECTIONS,
+                f"{user} has {len(held):,} connections, and one user may have {most:,}: end some, "
+                "use another user's key, or start the broker with a higher --user-connections-max",
+            )
+
     def greeted(self, peer: Peer, now: float) -> None:
         """Whoever said HELLO is let in: the name is its user's."""
         if self._table is None or peer.key is None:
             return
         grant = access.check_key(self._table, peer.key)
+        peer.user = grant.user
+        self._connections.setdefault(grant.user, set()).add(peer.address)
         self._fabric.claims.claim(peer.role, peer.name, grant.user, self._fabric.workers)
+
+    def left(self, peer: Peer) -> None:
+        """A connection that was greeted is over."""
+        if peer.user is None:
+            return
+        held = self._connections.get(peer.user, set())
+        held.discard(peer.address)
+        if not held:
+            self._connections.pop(peer.user, None)
 
     def role_of(self, peer: Peer) -> Mapping[str, str]:
         """For WELCOME: the role of the key, where there are keys."""
@@ -130,29 +184,23 @@ class Gate:
 
     def refused(self, error: PeerError, who: str, now: float, *, told: bool = True) -> None:
         """Count a refusal of a message, and make it an event where somebody was told of it."""
-        if error.code in access.REFUSAL_CODES:
+        if error.code in access.REASONS:
             self.turned_away(error.code, f"{who}: {error.text}", now)
             return
         self._fabric.count(f"peer_errors_{error.code}")
         if told:
-            self._speak("peer_error", error.code, f"{who}: {error.code}: {error.text}", now)
+            text = f"{who}: {error.code}: {error.text}"
+            self._telling.say("peer_error", error.code, text[:TEXT_MAX], now)
 
-    def turned_away(self, reason: str, text: str, now: float) -> None:
-        """Count one of `access.REASONS`, and make it an event."""
-        self._fabric.count(f"access_refused_{reason}")
-        self._speak("access_refused", reason, f"{reason}: {text}", now, reason=reason)
+    def turned_away(self, reason: str, text: str, now: float, times: int = 1) -> None:
+        """Count `times` times one of `access.REASONS`, and tell of it."""
+        self._fabric.count(f"access_refused_{reason}", times)
+        text = f"{reason}: {text}"[:TEXT_MAX]
+        self._telling.say("access_refused", reason, text, now, times, reason=reason)
 
-    def _speak(self, event: str, kind: str, text: str, now: float, **fields: Any) -> None:
-        window = self._spoken.setdefault((event, kind), [now, 0, 0])
-        if now - window[0] >= WINDOW_S:
-            window[0], window[1] = now, 0
-        if window[1] >= SPOKEN_MAX:
-            window[2] += 1
-            return
-        window[1] += 1
-        held, window[2] = int(window[2]), 0
-        more = f" (and {held:,} more before it)" if held else ""
-        self._fabric.event(event, text[:TEXT_MAX] + more, now, **fields)
+    def turn(self, now: float) -> None:
+        """Tell what was refused again and again."""
+        self._telling.turn(now)
 
     def view(self) -> dict[str, Any]:
         """For status: whether there are keys, of how many users, and refusals by reason."""

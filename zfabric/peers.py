@@ -40,6 +40,8 @@ class Peer:
     heard_s: float
     # public half of the key that its HELLO came with; None where no keys are asked for
     key: str | None = None
+    # whose key it is; None too
+    user: str | None = None
     state: str = LIVE
     # SHAPE ids of this connection: the shape, or the code of why it was refused
     shapes: dict[int, Shape | str] = field(default_factory=dict)

@@ -31,6 +31,8 @@ DEAD_LINE_OPTIONS = (
 )
 # What the broker's answer to a key that it does not take is in libzmq's event.
 REFUSED_STATUS = 400
+# And to one whose user connects too often.
+LATER_STATUS = 500
 # Value of the event where the two sides differ in asking for keys: <zmq.h>.
 MECHANISM_MISMATCH = 0x11000002
 FAILURES = (
@@ -67,6 +69,7 @@ class Handshakes:
         # an attempt ended before there was a connection: nothing listens there, or not yet
         self.unreached = False
         self._refused = False
+        self._later = False
         self._mismatched = False
 
     def read(self) -> None:
@@ -83,6 +86,7 @@ class Handshakes:
             self._failed = bool(event["event"] & FAILURES)
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = self._refused or event["value"] == REFUSED_STATUS
+                self._later = event["value"] == LATER_STATUS
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._mismatched = self._mismatched or event["value"] == MECHANISM_MISMATCH
 
@@ -104,6 +108,10 @@ class Handshakes:
             )
         if not self._failed:
             return None
+        if self._later and key is not None:
+            return Trouble(
+                None, f"the keys of {key.user} connect too often; the broker lets in more later"
+            )
         said = "it has another key than the one in your key's file" if key else "it asks for a key"
         return Trouble(None, f"what listens there ends every connection: {said}, or is no broker")
 

@@ -246,7 +246,8 @@ class Worker:
             if now - since > self._timeout_s:
                 if code == "name_in_use":
                     raise NameInUse(f"{text} at {self.address}; choose another name")
-                raise ConnectError(f"{self.address}: {code}: {text}")
+                kind = NotAllowed if code in REASONS else ConnectError
+                raise kind(f"{self.address}: {code}: {text}")
         elif not self._met and now - self._began_s > self._timeout_s:
             raise ConnectError(self._unanswered())
         if not self._session.leaving or self._session.running:

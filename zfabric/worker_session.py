@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zfabric.access import REFUSAL_CODES
+from zfabric.access import PASSING_CODES, REFUSAL_CODES
 from zfabric.engine import Batch, Result
 from zfabric.holding import FINISHED, READY, RETURNED, RUNNING, Held, Placed, cut, take
 from zfabric.protocol import (
@@ -49,9 +49,6 @@ PAYLOAD_DEFAULT_BYTES = 1024 * 1024
 TEXT_CHARS_MAX = 1_000
 
 CLOSED, GREETING, LIVE = "closed", "greeting", "live"
-
-# Refusals of HELLO that another attempt may cure; every other one is final.
-PASSING_CODES = frozenset({"name_in_use", "too_many_peers"})
 
 
 @dataclass(slots=True)

@@ -2,14 +2,17 @@
 
 It has no thread: its socket is one more of those that the broker's loop polls. libzmq holds each
 handshake until it is answered, and with ZAP_ENFORCE_DOMAIN it refuses all of them where nobody
-answers, so a loop that stands still lets nobody in. Decided here: nothing but what each failure of
-a handshake is called; who may open what is the gate's. A message carries the public half of its
-connection's key as `User-Id`, put there by the answer, never by the peer.
+answers, so a loop that stands still lets nobody in. Decided here: what each failure of a handshake
+is called, and which answer a refusal gets; who may open what, and how often, is the gate's. A
+message carries the public half of its connection's key as `User-Id`, put there by the answer,
+never by the peer.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
+from collections import Counter
 from pathlib import Path
 
 import zmq
@@ -25,8 +28,9 @@ ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 # version, request id, domain, address, routing id, mechanism, then the key
 CURVE_FRAMES = 7
-# Handshakes answered in a turn, some 20 us each.
-ANSWERS_MAX = 256
+# Time of a turn that answers may take, some 130 us each on a busy machine: what is left waits for
+# the next turn, so that a flood takes a share of the loop and never all of it.
+ANSWERS_S = 0.02
 # Failures read in a turn, some 10 us each.
 FAILURES_MAX = 1_024
 # The list of keys is looked at this often: a revoked key is good for no longer.
@@ -39,6 +43,9 @@ REASON_OF = {
     CRYPTOGRAPHIC: access.SERVER_KEY_WRONG,
     MECHANISM_MISMATCH: access.KEY_MISSING,
 }
+# What a refusal is in ZAP. Our clients read 500 as "later" and try again after 5 s; 300, which is
+# meant for that, tells them nothing, and libzmq 4.3.5 does not even end the connection.
+REFUSED, LATER = b"400", b"500"
 # Addresses of monitors: the number makes them differ within a process.
 _numbers = itertools.count(1)
 
@@ -95,22 +102,18 @@ class Authenticator:
         return ClientKey("zfabric", "monitor", pair, self._server.public)
 
     def turn(self, now: float) -> None:
-        """Answer who knocks, and count who failed."""
-        for _ in range(ANSWERS_MAX):
+        """Answer who knocks, for a slice at most, and count who failed."""
+        until = now + ANSWERS_S
+        while time.monotonic() < until:
             try:
                 question = self._questions.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._answer(question, now)
         for endpoint, (_, monitor) in self._monitors.items():
-            for _ in range(FAILURES_MAX):
-                try:
-                    event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
-                except zmq.Again:
-                    break
-                detailed = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                reason = REASON_OF.get(event["value"] if detailed else 0, access.HANDSHAKE)
-                self._gate.turned_away(reason, f"{access.REASONS[reason]}, at {endpoint}", now)
+            for reason, times in _failures(monitor).items():
+                text = f"{access.REASONS[reason]}, at {endpoint}"
+                self._gate.turned_away(reason, text, now, times)
 
     def look(self, now: float) -> set[str]:
         """Read the list of keys where it has changed; returns keys that count no more.
@@ -139,26 +142,52 @@ class Authenticator:
         routing_id, _, version, request, domain, address, _, mechanism, *credentials = (
             question if len(question) >= CURVE_FRAMES + 2 else [*question, *[b""] * 9]
         )
-        public, status = "", b"400"
-        endpoint = domain.decode("ascii", "replace")
+        public, endpoint = "", domain.decode("ascii", "replace")
+        status: bytes | None = b"200"
         try:
             if version != VERSION or mechanism != b"CURVE" or len(credentials[0]) != 32:
                 raise PeerError(access.HANDSHAKE, access.REASONS[access.HANDSHAKE])
             public = z85.encode(credentials[0]).decode("ascii")
-            self._gate.opens(endpoint, public)
-            status = b"200"
+            self._gate.opens(endpoint, public, now)
         except PeerError as error:
+            public, status = "", _status_of(error.code, endpoint)
             where = f"{address.decode('ascii', 'replace')} at {endpoint}"
             self._gate.turned_away(error.code, f"{where}: {error.text}", now)
-        answer = [VERSION, request, status, b"", public.encode() if status == b"200" else b"", b""]
-        # It may have gone away meanwhile: the answer is dropped then.
-        self._questions.send_multipart([routing_id, b"", *answer], zmq.NOBLOCK)
+        if status is not None:
+            answer = [VERSION, request, status, b"", public.encode(), b""]
+            # It may have gone away meanwhile: the answer is dropped then.
+            self._questions.send_multipart([routing_id, b"", *answer], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Before the guarded sockets: answer nobody any more, from now on nothing gets in."""
         for endpoint in list(self._monitors):
             self.release(endpoint)
         self._questions.close(0)
+
+
+def _status_of(code: str, endpoint: str) -> bytes | None:
+    """How a refusal is answered. Without an answer libzmq ends a connection after HANDSHAKE_IVL.
+
+    A subscriber has nobody who would dial again; where it is not answered, its libzmq does.
+    """
+    if code == access.TOO_MANY_STRANGERS:
+        return None
+    if code == access.TOO_MANY_HANDSHAKES:
+        return None if endpoint == access.STATS else LATER
+    return REFUSED
+
+
+def _failures(monitor: Socket) -> Counter[str]:
+    """How many handshakes failed since, by reason."""
+    failed: Counter[str] = Counter()
+    for _ in range(FAILURES_MAX):
+        try:
+            event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            break
+        detailed = event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failed[REASON_OF.get(event["value"] if detailed else 0, access.HANDSHAKE)] += 1
+    return failed
 
 
 def receive(socket: Socket) -> tuple[str | None, bytes, list[bytes]]:
