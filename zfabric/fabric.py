@@ -39,8 +39,6 @@ T = TypeVar("T")
 # Shapes that have nothing left are kept for `zfabric shapes`, this many; the oldest use goes first.
 IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
-# Items of a lane in a message from which columns of them cost less than one by one.
-RUN_PAYS_ITEMS = 3
 PRODUCERS_MAX, MODELS_MAX = 100_000, 4_096
 
 
@@ -210,17 +208,17 @@ class Fabric:
     ) -> None:
         """Assign lanes to new items of one shape and store them; `publish` makes them ready."""
         group = self.group_for(shape)
+        targets: Sequence[int]
         if group.lanes is None:
-            places = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
-            tags = bytes(len(lengths))
-            plain = Append(lengths, places, tags, producer.index, numbers, payloads, gaps)
-            self.store.append(self.queue(group, 0), plain, now)
+            queues = [self.queue(group, 0)] * len(lengths)
+            targets = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
+            tags = bytearray(len(lengths))
         else:
-            assigned = group.lanes.assign(lengths, now)
-            found = Append(
-                lengths, assigned.targets, assigned.tags, producer.index, numbers, payloads, gaps
-            )
-            self._append_in_lanes(group, assigned.lane_ids, found, now)
+            lane_ids, targets, tags = group.lanes.assign(lengths, now)
+            find = group.queues.get
+            queues = [find(lane) or self.queue(group, lane) for lane in lane_ids]
+        found = Append(lengths, targets, tags, producer.index, numbers, payloads, gaps)
+        self.store.append(queues, found, now)
         self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
@@ -233,20 +231,6 @@ class Fabric:
     @property
     def _is_fifo(self) -> bool:
         return self.config.policy == "fifo"
-
-    def _append_in_lanes(
-        self, group: Group, lane_ids: Sequence[int], items: Append, now: float
-    ) -> None:
-        by_lane: dict[int, list[int]] = {}
-        for k, lane in enumerate(lane_ids):
-            by_lane.setdefault(lane, []).append(k)
-        find, append, append_one = group.queues.get, self.store.append, self.store.append_one
-        if len(by_lane) * RUN_PAYS_ITEMS > len(lane_ids):
-            for lane, row in zip(lane_ids, items.rows(), strict=True):
-                append_one(find(lane) or self.queue(group, lane), items.producer, row, now)
-            return
-        for lane, members in by_lane.items():
-            append(find(lane) or self.queue(group, lane), items.chosen(members), now)
 
     def queue(self, group: Group, lane: int) -> LaneQueue:
         """The queue of a lane, made if need be."""

@@ -16,11 +16,12 @@ or batch an item belongs in.
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
-from zfabric.entries import ItemRow
+from zfabric.entries import Fresh
 from zfabric.errors import InvariantError, NoSpace
 from zfabric.queues import Columns, Known, LaneQueue, Take
 from zfabric.segments import (
@@ -52,7 +53,8 @@ class Store:
         self._slots: dict[int, Segment] = {}
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
-        self._dirty: list[LaneQueue] = []
+        # what was taken in and is not stored yet
+        self._fresh: defaultdict[LaneQueue, list[Fresh]] = defaultdict(list)
         # the latest `publish` found no room, or ended before all was written
         self.no_space = self.cut_short = False
         # payload bytes taken in since then
@@ -77,7 +79,7 @@ class Store:
     @property
     def memory_bytes(self) -> int:
         """Payload bytes of live items that rest in memory."""
-        return self.payload_bytes if self.durability == "memory" else 0
+        return self.payload_bytes + self.unwritten_bytes if self.durability == "memory" else 0
 
     # -- adding -------------------------------------------------------------------------------
 
@@ -103,7 +105,6 @@ class Store:
         self._slots[segment.slot] = segment
         self._slot_of_nonce[segment.nonce] = segment.slot
         queue.segments.append(segment)
-        segment.boundary = len(segment.states)
         segment.done_ahead = segment.deleted = segment.states.count(TOMBSTONE)
         live = [
             n for n, state in zip(segment.lengths, segment.states, strict=True) if state == LIVE
@@ -123,46 +124,19 @@ class Store:
         if queue.returned is None:
             queue.returned = SortedList()
         queue.returned.update(base + k for k, state in enumerate(segment.states) if state == LIVE)
-        segment.cursor, segment.done_ahead = segment.boundary, 0
+        segment.cursor, segment.done_ahead = len(segment.states), 0
         queue.solo = queue.solo or set()
         for place, charged in attempts.items():
             self.attempts[base + place] = charged
             queue.solo.add(base + place)
 
-    def append(self, queue: LaneQueue, items: Append, now: float) -> None:
-        """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
-        count, limit = len(items.lengths), self.backing.segment_items_max
-        start = 0
-        while start < count:
-            segments = queue.segments
-            room = limit - len(segments[-1].states) if segments else 0
-            if room <= 0:
-                self._new_segment(queue)
-                continue
-            stop = min(count, start + room)
-            part = items.part(start, stop) if stop - start < count else items
-            size = segments[-1].extend(part, now)
-            self.payload_bytes += size
-            self.unwritten_bytes += size
-            start = stop
-        self.items += count
-        if not queue.unpublished:
-            queue.unpublished = True
-            self._dirty.append(queue)
-
-    def append_one(self, queue: LaneQueue, producer: int, row: ItemRow, now: float) -> None:
-        """As `append`, for an item that is alone in its queue's share of a message."""
-        segments = queue.segments
-        segment = segments[-1] if segments else self._new_segment(queue)
-        if len(segment.states) >= self.backing.segment_items_max:
-            segment = self._new_segment(queue)
-        size = segment.extend_one(producer, row, now)
-        self.payload_bytes += size
-        self.unwritten_bytes += size
-        self.items += 1
-        if not queue.unpublished:
-            queue.unpublished = True
-            self._dirty.append(queue)
+    def append(self, queues: Sequence[LaneQueue], items: Append, now: float) -> None:
+        """Take in `items`, each for its queue; `publish` stores them and makes them visible."""
+        fresh = self._fresh
+        for queue, row in zip(queues, items.rows(self.backing.stamp_us(now)), strict=True):
+            fresh[queue].append(row)
+        self.items += len(queues)
+        self.unwritten_bytes += sum(map(len, items.payloads))
 
     def _new_segment(self, queue: LaneQueue) -> Segment:
         slot = self._next_slot
@@ -176,54 +150,62 @@ class Store:
         return segment
 
     def publish(self, writes_max: int | None = None) -> list[tuple[LaneQueue, int, int]]:
-        """Move the boundary of every queue past what is stored.
+        """Store what was taken in, a queue's items in one write, and make it visible.
 
         With `writes_max` it ends after about so many writes; `unwritten` says that there is more.
         Returns (queue, items, tokens) that became ready.
         """
         published = []
-        dirty, self._dirty = self._dirty, []
         writes, self.no_space, self.cut_short = 0, False, False
         self.unwritten_bytes = 0
-        for k, queue in enumerate(dirty):
+        for queue, rows in list(self._fresh.items()):
             try:
-                for segment in queue.segments:
-                    if len(segment.states) > segment.boundary:
-                        writes += segment.flush()
+                while rows:
+                    items, tokens, calls = self._store(queue, rows)
+                    published.append((queue, items, tokens))
+                    writes += calls
             except NoSpace:
-                # Nothing of this queue is visible or promised; it is tried again.
+                # What is left of this queue is neither visible nor promised; it is tried again.
                 self.no_space = True
-                self._dirty += dirty[k:]
                 break
-            items = tokens = 0
-            for segment in reversed(queue.segments):
-                fresh = len(segment.states) - segment.boundary
-                if not fresh:
-                    break
-                lengths = segment.lengths[segment.boundary :]
-                items += fresh
-                tokens += sum(lengths)
-                if queue.longest_known is not None:
-                    queue.longest_known = max(queue.longest_known, max(lengths))
-                segment.boundary += fresh
-            self._readied(queue, items, tokens)
-            queue.unpublished = False
-            published.append((queue, items, tokens))
+            del self._fresh[queue]
             if writes_max is not None and writes >= writes_max:
-                self._dirty += dirty[k + 1 :]
-                self.cut_short = bool(self._dirty)
+                self.cut_short = self.unwritten
                 break
         return published
+
+    def _store(self, queue: LaneQueue, rows: list[Fresh]) -> tuple[int, int, int]:
+        """Store the first of `rows`, as many as one segment takes, and drop them from the list.
+
+        Returns (items, tokens, system calls). Raises NoSpace, having stored nothing.
+        """
+        segment = queue.segments[-1] if queue.segments else self._new_segment(queue)
+        if not self._has_room(segment):
+            segment = self._new_segment(queue)
+        before = len(segment.states)
+        part = rows[: self.backing.segment_items_max - before]
+        size, calls = segment.extend(part)
+        del rows[: len(part)]
+        lengths = segment.lengths[before:]
+        tokens = sum(lengths)
+        self.payload_bytes += size
+        self._readied(queue, len(part), tokens)
+        if queue.longest_known is not None:
+            queue.longest_known = max(queue.longest_known, max(lengths))
+        return len(part), tokens, calls
+
+    def _has_room(self, segment: Segment) -> bool:
+        return len(segment.states) < self.backing.segment_items_max
 
     @property
     def unwritten(self) -> bool:
         """Whether items are taken in that are not stored yet, for want of time or space."""
-        return bool(self._dirty)
+        return bool(self._fresh)
 
     @property
     def arriving(self) -> bool:
         """Whether items that are taken in will be stored without anybody's help."""
-        return bool(self._dirty) and not self.no_space
+        return self.unwritten and not self.no_space
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -274,7 +256,7 @@ class Store:
             times.append(self._slots[ref >> ENTRY_BITS].enqueued_s(ref & ENTRY_MASK))
         for segment in queue.segments:
             # Behind a restart or a cancelling the cursor may stand on what is over.
-            first = segment.states.find(LIVE, segment.cursor, segment.boundary)
+            first = segment.states.find(LIVE, segment.cursor)
             if first >= 0:
                 times.append(segment.enqueued_s(first))
                 break
@@ -338,8 +320,8 @@ class Store:
         refs = take.refs[take.returned :] if take.returned else take.refs
         for segment, first, stop in self._runs(refs):
             _, cursor = cursors.get(segment.slot, (segment, segment.cursor))
-            if segment.queue is not queue or not cursor <= first <= stop <= segment.boundary:
-                raise InvariantError(f"items {first} to {stop} are not between cursor and boundary")
+            if segment.queue is not queue or not cursor <= first <= stop <= len(segment.states):
+                raise InvariantError(f"items {first} to {stop} are not behind the cursor")
             if segment.states.count(LIVE, first, stop) != stop - first:
                 raise InvariantError(f"one of items {first} to {stop} is already tombstoned")
             cursors[segment.slot] = segment, stop
@@ -423,7 +405,7 @@ class Store:
         for nonce, entry in zip(nonces, entries, strict=True):
             slot = slot_of.get(nonce)
             segment = slots.get(slot) if slot is not None else None
-            if segment is None or entry >= segment.boundary or segment.states[entry] != LIVE:
+            if segment is None or entry >= len(segment.states) or segment.states[entry] != LIVE:
                 found.append(None)
             else:
                 found.append(segment.slot << ENTRY_BITS | entry)
@@ -487,8 +469,14 @@ class Store:
                 self.attempts.pop(base + entry, None)
         segment.deleted += count
         self.items -= count
-        if segment.deleted == len(segment.states):
+        if segment.deleted == len(segment.states) and not self._grows(segment):
             self._drop(segment)
+
+    def _grows(self, segment: Segment) -> bool:
+        """Whether what was taken in is about to be stored in the segment."""
+        queue = segment.queue
+        is_last = queue.segments[-1:] == [segment]
+        return queue in self._fresh and is_last and self._has_room(segment)
 
     def _drop(self, segment: Segment) -> None:
         del self._slots[segment.slot]
