@@ -66,10 +66,10 @@ def fresh(rows: list[tuple[Any, ...]], owner: int = 3) -> list[Fresh]:
 
 def packed(header: Header, rows: list[tuple[Any, ...]]) -> tuple[bytes, list[int]]:
     """(the data part of a file, where each entry begins in it)."""
-    pieces, offsets, end = pack_entries(header.nonce, header.data_offset, 0, 5, fresh(rows))
+    pieces, offsets, end = pack_entries(header, header.data_offset, 0, 5, fresh(rows))
     data = b"".join(pieces)
     assert end == header.data_offset + len(data)
-    return data, [offset - header.data_offset for offset in offsets]
+    return data, [ALIGN * units for units in offsets]
 
 
 @given(HEADERS)

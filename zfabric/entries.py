@@ -20,7 +20,8 @@ from zfabric.segment import Header
 ALIGN = 8
 ENTRY = struct.Struct("<IIIIQQQQIHBB")
 _CRCS = struct.Struct("<II")
-_WHOLE = struct.Struct("<IIIIQQQQIHBBII")
+# Of both together what a batch needs: magic, size, owner, number, target, tag, kind, checksums.
+_READ = struct.Struct("<I4xIIQ24xI2xBBII")
 _HEAD_BYTES = ENTRY.size
 ENTRY_HEADER_BYTES = ENTRY.size + _CRCS.size
 ENTRY_MAGIC = 0x5AE17B0D
@@ -82,12 +83,14 @@ WHEN: Final = 4
 
 
 def pack_entries(
-    nonce: int, offset: int, index: int, window: int, rows: Iterable[Fresh]
+    header: Header, offset: int, index: int, window: int, rows: Iterable[Fresh]
 ) -> tuple[list[bytes], list[int], int]:
-    """(pieces to write at `offset`, each entry's offset, the offset behind them).
+    """(pieces to write at `offset`, where each entry begins, the offset behind them).
 
-    `index` is that of the first entry, `window` the commit window that they are written in.
+    An entry's beginning is told in units of ALIGN behind the state words. `index` is that of the
+    first entry, `window` the commit window that they are written in.
     """
+    nonce, base = header.nonce, header.data_offset
     pieces: list[bytes] = []
     offsets: list[int] = []
     pack, seed_of, crcs_of, crc32 = ENTRY.pack, _SEED.pack, _CRCS.pack, zlib.crc32
@@ -100,7 +103,7 @@ def pack_entries(
             XXH3_KIND,
         )  # fmt: skip
         pieces += (head, crcs_of(crc32(head, seed), xxh3(payload, seed) & _LOW_HALF), payload)
-        offsets.append(offset)
+        offsets.append((offset - base) // ALIGN)
         # ENTRY_HEADER_BYTES is a multiple of ALIGN.
         if pad := -size % ALIGN:
             pieces.append(bytes(pad))
@@ -163,15 +166,13 @@ def unpack_run(nonce: int, offsets: Sequence[int], block: bytes) -> Run:
     """
     rows: list[tuple[int, int, int, int, bytes | memoryview]] = []
     view, base, end = memoryview(block), offsets[0], len(block)
-    unpack, seed_of, crc32 = _WHOLE.unpack_from, _SEED.pack, zlib.crc32
+    unpack, seed_of, crc32 = _READ.unpack_from, _SEED.pack, zlib.crc32
     xxh3 = xxhash.xxh3_64_intdigest
     for offset in offsets:
         start = offset - base
         begin = start + ENTRY_HEADER_BYTES
         if begin <= end:
-            magic, _, size, owner, number, _, _, _, target, _, tag, kind, head_crc, told = unpack(
-                block, start
-            )
+            magic, size, owner, number, target, tag, kind, head_crc, told = unpack(block, start)
             payload = view[begin : begin + size]
             seed = crc32(seed_of(nonce, offset))
             if (

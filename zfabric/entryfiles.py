@@ -65,17 +65,11 @@ class Descriptors:
         self._limit = limit
         self._open: OrderedDict[int | str, Opened] = OrderedDict()
 
-    def find(self, key: int | str) -> Opened | None:
-        """The file with this key, if it is open."""
+    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
+        """The file with this key; `path_of` says where it is."""
         found = self._open.get(key)
         if found is not None:
             self._open.move_to_end(key)
-        return found
-
-    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
-        """The file with this key; `path_of` says where it is."""
-        found = self.find(key)
-        if found is not None:
             return found
         self._shrink(self._limit - 1)
         path = path_of()
@@ -135,14 +129,12 @@ class SegmentFile:
         # where the next entry will be; 0 while there is no file
         self.end = end
 
-    @property
     def path(self) -> Path:
         """Where it lies."""
         return self._backing.path_of(self.header)
 
     def _opened(self) -> Opened:
-        descriptors, nonce = self._backing.descriptors, self.header.nonce
-        return descriptors.find(nonce) or descriptors.get(nonce, lambda: self.path)
+        return self._backing.descriptors.get(self.header.nonce, self.path)
 
     def append(self, rows: Sequence[Fresh]) -> tuple[int, int]:
         """Write entries behind the others, and the header before the first of them.
@@ -153,16 +145,15 @@ class SegmentFile:
         """
         backing, header, place, calls = self._backing, self.header, len(self.offsets), 1
         if place + len(rows) > header.capacity:
-            raise InvariantError(f"{self.path} has places for {header.capacity} entries")
+            raise InvariantError(f"{self.path()} has places for {header.capacity} entries")
         if not self.end:
             self._make()
             calls = NEW_FILE_CALLS
         begin = self.end
-        pieces, offsets, end = pack_entries(header.nonce, begin, place, backing.window, rows)
+        pieces, offsets, end = pack_entries(header, begin, place, backing.window, rows)
         path, descriptor = self._opened()
         backing.files.write(path, descriptor, pieces, begin)
-        base = header.data_offset
-        self.offsets.extend([(offset - base) // ALIGN for offset in offsets])
+        self.offsets.extend(offsets)
         self.end = end
         backing.dirty = True
         if header.kind == ITEMS:
@@ -170,7 +161,7 @@ class SegmentFile:
         return end - begin - len(rows) * ENTRY_HEADER_BYTES, calls
 
     def _make(self) -> None:
-        backing, path = self._backing, self.path
+        backing, path = self._backing, self.path()
         backing.files.make_directory(path.parent)
         _, descriptor = backing.descriptors.get(self.header.nonce, lambda: path, create=True)
         backing.files.write(path, descriptor, [pack_header(self.header)], 0)

@@ -364,7 +364,7 @@ class FileBacking:
         """Unlink and mark what is over; what is done is no longer in the window."""
         while window.unlink:
             file = window.unlink[-1]
-            path = file.path
+            path = file.path()
             self.files.unlink(path)
             window.unlink.pop()
             if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
@@ -409,7 +409,9 @@ class FileBacking:
             t="retired",
             nonce=segment.nonce,
             items=len(segment.states) - sum(items for items, _ in counts.values()),
-            tokens=segment.tokens - sum(tokens for _, tokens in counts.values()),
+            tokens=sum(segment.lengths)
+            + segment.hole_tokens
+            - sum(tokens for _, tokens in counts.values()),
             dead_items=dead[0],
             dead_tokens=dead[1],
             quarantined_items=quarantined[0],

@@ -32,13 +32,13 @@ class FileSegment:
         "deleted",
         "done_ahead",
         "file",
+        "hole_tokens",
         "holes",
         "lengths",
         "nonce",
         "queue",
         "slot",
         "states",
-        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -54,23 +54,22 @@ class FileSegment:
         self.cursor = 0
         self.deleted = 0
         self.done_ahead = 0
-        self.tokens = 0
         # (entry, when it was appended), of the one that was asked for last or is waited for first
         self._oldest: tuple[int, float] | None = None
         # (items, tokens) that ended other than completed, by state word
         self.counts: dict[int, tuple[int, int]] | None = None
         # runs of entries whose bytes were given back
         self.holes: list[Hole] | None = None
+        # of entries whose bytes, and lengths, were gone when the file was found
+        self.hole_tokens = 0
 
-    def extend(self, rows: Sequence[Fresh]) -> tuple[int, int]:
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
         """See Segment."""
-        place = len(self.states)
         stored = self.file.append(rows)
-        if self.cursor == place:
-            self._oldest = place, rows[0][WHEN] / 1e6 - self._backing.wall_offset_s
-        self.lengths.extend([row[0] for row in rows])
-        self.states.extend(bytes(len(rows)))
-        self.tokens += sum(self.lengths[place:])
+        if self.cursor == len(self.states):
+            self._oldest = self.cursor, rows[0][WHEN] / 1e6 - self._backing.wall_offset_s
+        self.lengths.extend(lengths)
+        self.states.extend(bytes(len(lengths)))
         return stored
 
     def read(self, entry: int) -> Row:

@@ -101,8 +101,9 @@ class Segment(Protocol):
     # tombstones from the cursor on
     done_ahead: int
 
-    def extend(self, rows: Sequence[Fresh]) -> tuple[int, int]:
-        """Store items: (the bytes that their payloads take, about how many system calls it took).
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
+        """Store items, of these lengths; returns what their payloads take, in bytes, and about how
+        many system calls it took.
 
         Raises StorageError, changing nothing, where they cannot be stored.
         """
@@ -267,12 +268,12 @@ class MemorySegment:
         self.deleted = 0
         self.done_ahead = 0
 
-    def extend(self, rows: Sequence[Fresh]) -> tuple[int, int]:
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
         """See Segment."""
+        self.lengths.extend(lengths)
         words: list[int] = []
         size = 0
-        for length, owner, number, _, when_us, target, tag, payload in rows:
-            self.lengths.append(length)
+        for _, owner, number, _, when_us, target, tag, payload in rows:
             words += (number, owner << 32 | target, when_us << 8 | tag)
             self.payloads.append(payload)
             size += len(payload)

@@ -182,11 +182,10 @@ class Store:
         segment = queue.segments[-1] if queue.segments else self._new_segment(queue)
         if not self._has_room(segment):
             segment = self._new_segment(queue)
-        before = len(segment.states)
-        part = rows[: self.backing.segment_items_max - before]
-        size, calls = segment.extend(part)
+        part = rows[: self.backing.segment_items_max - len(segment.states)]
+        lengths = [row[0] for row in part]
+        size, calls = segment.extend(lengths, part)
         del rows[: len(part)]
-        lengths = segment.lengths[before:]
         tokens = sum(lengths)
         self.payload_bytes += size
         self._readied(queue, len(part), tokens)

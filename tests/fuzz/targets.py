@@ -129,7 +129,7 @@ def _segment(items: int) -> tuple[bytes, list[bytes]]:
     rows = [
         (9, 3, n, 0, 1_000, 9, 0, payload) for n, payload in zip(numbers, payloads, strict=True)
     ]
-    pieces, _, _ = pack_entries(HEADER.nonce, HEADER.data_offset, 0, 5, rows)
+    pieces, _, _ = pack_entries(HEADER, HEADER.data_offset, 0, 5, rows)
     words = bytes(HEADER.data_offset - len(pack_header(HEADER)))
     return pack_header(HEADER) + words + b"".join(pieces), payloads
 
