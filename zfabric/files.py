@@ -69,13 +69,12 @@ def encoded(name: str) -> str:
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
 
 
-def place_of(header: Header) -> Path:
+def place_of(header: Header) -> str:
     """Where in a data directory the file with this header belongs."""
-    name = f"{header.nonce:016x}.seg"
+    place = f"{header.lane}/{header.nonce:016x}.seg"
     if header.kind == RESULTS:
-        return Path(OUTBOX) / str(header.lane) / name
-    shape = Path(SEGMENTS) / encoded(header.model) / f"{header.signature:016x}"
-    return shape / str(header.lane) / name
+        return f"{OUTBOX}/{place}"
+    return f"{SEGMENTS}/{encoded(header.model)}/{header.signature:016x}/{place}"
 
 
 @dataclass(slots=True)
