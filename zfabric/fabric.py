@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 from zfabric.claims import Claims
@@ -25,7 +26,7 @@ from zfabric.errors import InvariantError, PeerError
 from zfabric.groups import Group, Model
 from zfabric.lanes import Lanes
 from zfabric.ledger import Flow, Waste
-from zfabric.outbox import Stored, error_payload
+from zfabric.outbox import Stored, error_payload, stored
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
@@ -358,9 +359,8 @@ class Fabric:
         self, batch: Batch, refs: Sequence[int], statuses: Sequence[int], payloads: Sequence[bytes]
     ) -> None:
         """As `end`, of items of one batch that are out with its worker, each once."""
-        places = batch.places(refs)
-        owners = [batch.owners[k] for k in places]
-        self._post_end(owners, [batch.numbers[k] for k in places], statuses, payloads)
+        owners, numbers = (batch.chosen(column, refs) for column in (batch.owners, batch.numbers))
+        self._post_end(owners, numbers, statuses, payloads)
         runs = self.store.complete_dispatched(refs)
         group = self.groups[runs[0][0].group]
         self._count_end(group, owners, statuses, self._settled(group, batch, refs))
@@ -408,8 +408,8 @@ class Fabric:
     ) -> None:
         """The results of items that end."""
         retries = self.retries
-        firsts = [retries.pop(n, None) for n in numbers] if retries else [None] * len(numbers)
-        results = list(map(Stored, numbers, statuses, payloads, firsts))
+        firsts = [retries.pop(n, None) for n in numbers] if retries else repeat(None)
+        results = stored(numbers, statuses, payloads, firsts)
         for owner, column in _by_owner(owners, results):
             producer = self.producers[owner]
             if producer is not None:

@@ -270,7 +270,7 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
     limit = worker.contract.input_tokens_max
     for shape, signature, asked in runs:
         # What is over the contract is not run, and asks no cache for anything.
-        lengths = [length for length in asked if length <= limit]
+        lengths = asked if max(asked) <= limit else [n for n in asked if n <= limit]
         if not lengths:
             continue
         worker.predicted_queries_tokens += sum(lengths)

@@ -8,9 +8,9 @@ times seconds on the caller's monotonic clock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from zfabric.entries import Fresh, Run
@@ -127,12 +127,15 @@ class Segment(Protocol):
         """Every entry is over."""
 
 
-def live_from(segment: Segment, items_max: int) -> Sequence[int]:
-    """Up to `items_max` entries that are ready, from the cursor on."""
-    if not segment.done_ahead:
-        return range(segment.cursor, min(segment.cursor + items_max, len(segment.states)))
-    ahead = range(segment.cursor, len(segment.states))
-    return list(islice((k for k in ahead if segment.states[k] == LIVE), items_max))
+def live_runs(segment: Segment, items_max: int) -> Iterator[tuple[int, int]]:
+    """Up to `items_max` entries that are ready, from the cursor on, as runs: (first, stop)."""
+    states, stop = segment.states, segment.cursor
+    while items_max and (first := states.find(LIVE, stop)) >= 0:
+        last = min(first + items_max, len(states))
+        over = states.find(TOMBSTONE, first, last)
+        stop = last if over < 0 else over
+        items_max -= stop - first
+        yield first, stop
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from zfabric.segments import (
     Backing,
     MemoryBacking,
     Segment,
-    live_from,
+    live_runs,
     runs_of,
 )
 from zfabric.shapes import Shape
@@ -146,7 +146,6 @@ class Store:
         segment = self.backing.make(slot, nonce, queue)
         self._slots[slot] = segment
         self._slot_of_nonce[nonce] = slot
-        queue.segments.append(segment)
         return segment
 
     def publish(self, writes_max: int | None = None) -> list[tuple[LaneQueue, int, int]]:
@@ -179,10 +178,11 @@ class Store:
 
         Returns (items, tokens, system calls). Raises NoSpace, having stored nothing.
         """
-        segment = queue.segments[-1] if queue.segments else self._new_segment(queue)
-        if not self._has_room(segment):
-            segment = self._new_segment(queue)
-        part = rows[: self.backing.segment_items_max - len(segment.states)]
+        segments, limit = queue.segments, self.backing.segment_items_max
+        if not segments or len(segments[-1].states) >= limit:
+            segments.append(self._new_segment(queue))
+        segment = segments[-1]
+        part = rows[: limit - len(segment.states)]
         lengths = [row[0] for row in part]
         size, calls = segment.extend(lengths, part)
         del rows[: len(part)]
@@ -192,9 +192,6 @@ class Store:
         if queue.longest_known is not None:
             queue.longest_known = max(queue.longest_known, max(lengths))
         return len(part), tokens, calls
-
-    def _has_room(self, segment: Segment) -> bool:
-        return len(segment.states) < self.backing.segment_items_max
 
     @property
     def unwritten(self) -> bool:
@@ -222,12 +219,10 @@ class Store:
         returned = len(refs)
         lengths = [self._length(ref) for ref in refs]
         for segment in queue.segments:
-            room = items_max - len(refs)
-            if room <= 0:
-                break
-            live, base = live_from(segment, room), segment.slot << ENTRY_BITS
-            refs += [base + entry for entry in live]
-            lengths += [segment.lengths[entry] for entry in live]
+            base = segment.slot << ENTRY_BITS
+            for first, stop in live_runs(segment, items_max - len(refs)):
+                refs += range(base + first, base + stop)
+                lengths += segment.lengths[first:stop]
         return Take(queue, refs, lengths, returned)
 
     def _length(self, ref: int) -> int:
@@ -244,7 +239,8 @@ class Store:
         refs = list(queue.returned or ())
         for segment in queue.segments:
             base = segment.slot << ENTRY_BITS
-            refs += [base + entry for entry in live_from(segment, len(segment.states))]
+            for first, stop in live_runs(segment, len(segment.states)):
+                refs += range(base + first, base + stop)
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -475,7 +471,8 @@ class Store:
         """Whether what was taken in is about to be stored in the segment."""
         queue = segment.queue
         is_last = queue.segments[-1:] == [segment]
-        return queue in self._fresh and is_last and self._has_room(segment)
+        has_room = len(segment.states) < self.backing.segment_items_max
+        return queue in self._fresh and is_last and has_room
 
     def _drop(self, segment: Segment) -> None:
         del self._slots[segment.slot]
