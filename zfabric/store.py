@@ -154,10 +154,9 @@ class Store:
         With `writes_max` it ends after about so many writes; `unwritten` says that there is more.
         Returns (queue, items, tokens) that became ready.
         """
-        published = []
-        writes, self.no_space, self.cut_short = 0, False, False
-        self.unwritten_bytes = 0
-        for queue, rows in list(self._fresh.items()):
+        published, stored, writes = [], [], 0
+        self.unwritten_bytes, self.no_space = 0, False
+        for queue, rows in self._fresh.items():
             try:
                 while rows:
                     items, tokens, calls = self._store(queue, rows)
@@ -167,10 +166,12 @@ class Store:
                 # What is left of this queue is neither visible nor promised; it is tried again.
                 self.no_space = True
                 break
-            del self._fresh[queue]
+            stored.append(queue)
             if writes_max is not None and writes >= writes_max:
-                self.cut_short = self.unwritten
                 break
+        for queue in stored:
+            del self._fresh[queue]
+        self.cut_short = self.arriving
         return published
 
     def _store(self, queue: LaneQueue, rows: list[Fresh]) -> tuple[int, int, int]:
@@ -201,7 +202,7 @@ class Store:
     @property
     def arriving(self) -> bool:
         """Whether items that are taken in will be stored without anybody's help."""
-        return self.unwritten and not self.no_space
+        return bool(self._fresh) and not self.no_space
 
     # -- reading ------------------------------------------------------------------------------
 
