@@ -1,7 +1,7 @@
 """Segments: what a store asks of them, and the kind that rests in memory.
 
 A segment holds items of one (model, signature, lane), one entry an item, in arrival order. The
-store moves its cursor and boundary; the segment knows where the bytes are. Lengths are tokens,
+store moves its cursor; the segment knows where the bytes are. Lengths are tokens,
 times seconds on the caller's monotonic clock.
 """
 

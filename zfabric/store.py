@@ -1,12 +1,13 @@
-"""The store: where accepted items wait, and the only owner of cursors, boundaries and tombstones.
+"""The store: where accepted items wait, and the only owner of cursors and tombstones.
 
 Items rest in segments, each of one (model, signature, lane). A reference is one integer,
 `slot << 32 | entry`: the slot names a segment of this process, the entry an item in it; on the wire
 the slot is replaced by the segment's random nonce, which means the same after a restart.
 
-A queue reads in this order: items given back (in reference order), then the items between its
-cursor and its boundary. Reading is a peek: `peek` changes nothing, `commit` verifies that all it
-is about to move is where the peek saw it, and only then moves it.
+What is taken in waits as rows until `publish` has it stored, each queue's in one write; nobody sees
+it before. A queue reads in this order: items given back (in reference order), then what is stored
+from its cursor on. Reading is a peek: `peek` changes nothing, `commit` verifies that all it is
+about to move is where the peek saw it, and only then moves it.
 
 Where the bytes of a segment rest is its backing's affair (`segments`). Lengths are tokens, payload
 sizes bytes, times seconds on the caller's monotonic clock. The store must never decide which lane
