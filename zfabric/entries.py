@@ -159,17 +159,20 @@ class Run(NamedTuple):
     payloads: Sequence[bytes | memoryview]
 
 
-def unpack_run(nonce: int, offsets: Sequence[int], block: bytes) -> Run:
-    """The entries at `offsets` of a file; `block` is what lies there from the first of them on.
+def unpack_run(header: Header, begins: Sequence[int], block: bytes) -> Run:
+    """Entries of a file; `block` is what lies there from the first of them on.
 
-    Raises StorageError, naming the offset, where one is damaged.
+    They begin at `begins`, told as in `pack_entries`. Raises StorageError, naming the offset, where
+    one is damaged.
     """
     rows: list[tuple[int, int, int, int, bytes | memoryview]] = []
-    view, base, end = memoryview(block), offsets[0], len(block)
+    view, end, nonce, base = memoryview(block), len(block), header.nonce, header.data_offset
+    first = base + ALIGN * begins[0]
     unpack, seed_of, crc32 = _READ.unpack_from, _SEED.pack, zlib.crc32
     xxh3 = xxhash.xxh3_64_intdigest
-    for offset in offsets:
-        start = offset - base
+    for units in begins:
+        offset = base + ALIGN * units
+        start = offset - first
         begin = start + ENTRY_HEADER_BYTES
         if begin <= end:
             magic, size, owner, number, target, tag, kind, head_crc, told = unpack(block, start)

@@ -207,13 +207,11 @@ class SegmentFile:
 
     def run(self, first: int, stop: int) -> Run:
         """Neighbouring entries, none of them lost. Raises StorageError where one is damaged."""
-        base = self.header.data_offset
-        offsets = [base + ALIGN * units for units in self.offsets[first:stop]]
+        begin = self.begin_of(first)
         path, descriptor = self._opened()
-        size = self.end_of(stop - 1) - offsets[0]
-        block = self._backing.files.read(path, descriptor, size, offsets[0])
+        block = self._backing.files.read(path, descriptor, self.end_of(stop - 1) - begin, begin)
         try:
-            return unpack_run(self.header.nonce, offsets, block)
+            return unpack_run(self.header, self.offsets[first:stop], block)
         except StorageError as error:
             raise StorageError(f"{path}: {error}") from None
 

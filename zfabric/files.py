@@ -429,9 +429,15 @@ class FileBacking:
             self.record(t="floor", i=owner, upto=0, seq=0, above=above)
 
     def seal(self) -> None:
-        """Say that everything is on the device: the broker ends in order. Raises StorageError."""
+        """Say that everything is on the device: the broker ends in order. Raises StorageError.
+
+        Floors that are still owed speak of items that a full disk did not take: they are not kept.
+        """
+        partial = bool(self._owed_floors)
+        # Holes must wait for whole windows, and there may be none any more.
+        self._open_window.holes.clear()
         while self.has_work:
-            window = self.begin({})
+            window = self.begin({}, partial=partial)
             self.sync()
             self.end(window)
         self._sweep(len(self._left))

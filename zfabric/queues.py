@@ -67,6 +67,7 @@ class Columns:
     """What a batch needs of its items, in batch order."""
 
     nonces: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)

@@ -278,6 +278,7 @@ class Store:
                 raise InvariantError(f"items {first} to {stop} are to be read but one is not live")
             run = segment.run(first, stop)
             out.nonces += [segment.nonce] * (stop - first)
+            out.entries += range(first, stop)
             out.owners += run.owners
             out.numbers += run.numbers
             (out.shapes if segment.queue.mixed else out.targets).extend(run.targets)
