@@ -12,6 +12,7 @@ from tests.harness import FakeProducer
 from tests.test_recovery import again, run_all
 from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
+from zfabric.pins import Hole
 from zfabric.protocol import Status, Type
 from zfabric.shapes import Shape
 
@@ -142,6 +143,11 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     worker.done(first)
     bench.settle()
     assert bench.fabric.store.unwritten
+    # A hole that is due then must not keep the end from coming.
+    segments = bench.fabric.store._slots.values()
+    segment = next(s for s in segments if s.queue.shape == Shape.of("m", "b"))
+    hole = Hole(0, 1, segment.file.begin_of(0), segment.file.end_of(0))
+    bench.backing._open_window.holes.append((segment, [hole]))
     worker.done(last)
     bench.backing.seal()
     bench.disk.size = 50_000_000
