@@ -12,7 +12,9 @@ from tests.harness import FakeProducer
 from tests.test_recovery import again, run_all
 from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
+from zfabric.pins import Hole
 from zfabric.protocol import Status, Type
+from zfabric.shapes import Shape
 
 
 class SmallDisk(OsFiles):
@@ -125,4 +127,31 @@ def test_producer_is_never_told_of_items_that_the_disk_did_not_take(tmp_path: Pa
     bench.disk.size = 50_000_000
     again(bench, producer)
     assert producer.upto >= told
+    bench.check()
+
+
+def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0)
+    producer, worker = bench.producer(), bench.worker()
+    for name in ("a", "b"):
+        producer.submit([100] * 10, shape=Shape.of("m", name), payload=b"x" * 2_000)
+    bench.settle()
+    bench.dispatch()
+    first, last = list(worker.batches)
+    bench.disk.size = bench.disk.used() + 45_000
+    producer.submit([100] * 20, shape=Shape.of("m", "c"), payload=b"x" * 2_000)
+    worker.done(first)
+    bench.settle()
+    assert bench.fabric.store.unwritten
+    # A hole that is due then must not keep the end from coming.
+    segments = bench.fabric.store._slots.values()
+    segment = next(s for s in segments if s.queue.shape == Shape.of("m", "b"))
+    hole = Hole(0, 1, segment.file.begin_of(0), segment.file.end_of(0))
+    bench.backing._open_window.holes.append((segment, [hole]))
+    worker.done(last)
+    bench.backing.seal()
+    bench.disk.size = 50_000_000
+    bench.crash()
+    again(bench, producer)
+    assert producer.upto == 20
     bench.check()

@@ -6,10 +6,13 @@ import json
 import struct
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.harness import Bench, FakeProducer
 from zfabric import snapshot
 from zfabric.operate import CANCEL_ITEMS
+from zfabric.outbox import Outbox, Stored
 from zfabric.protocol import Status, Type, encode, packed
 from zfabric.shapes import Shape
 
@@ -493,3 +496,23 @@ def test_cancelling_a_full_lane_leaves_the_loop_its_turns() -> None:
     assert max(a - b for a, b in zip([1_000, *left], left, strict=False)) <= CANCEL_ITEMS
     bench.settle()
     assert producer.results == {n: [Status.CANCELLED] for n in range(1, 1_001)}
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(1, 9), st.integers(0, 20))
+def test_results_go_out_in_order_up_to_a_size_and_never_none(
+    sizes: list[int], items_max: int, bytes_max: int
+) -> None:
+    outbox = Outbox()
+    results = [Stored(k, Status.OK, bytes(size), None) for k, size in enumerate(sizes)]
+    assert outbox.add(results) == sum(sizes)
+    while outbox.sent < outbox.last:
+        before = outbox.sent
+        first, taken = outbox.take(items_max, bytes_max)
+        assert (first, taken) == (before + 1, results[before : outbox.sent])
+        size = sum(len(result.payload) for result in taken)
+        assert len(taken) == 1 or (len(taken) <= items_max and size <= bytes_max)
+        following = sizes[outbox.sent : outbox.sent + 1]
+        assert not following or len(taken) == items_max or size + following[0] > bytes_max
+    assert outbox.bytes_in_flight == sum(sizes)
+    assert outbox.ack(outbox.last) == len(sizes)
+    assert (outbox.bytes_in_flight, outbox.payload_bytes) == (0, 0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from zfabric.entries import (
     ALIGN,
     ENTRY_HEADER_BYTES,
-    Column,
     Damage,
     Entry,
+    Fresh,
     pack_entries,
     payload_of,
     read_entry,
@@ -57,17 +57,19 @@ ROWS = st.lists(
 )
 
 
-def column(rows: list[tuple[Any, ...]], owner: int = 3, window: int = 5) -> Column:
-    lengths, numbers, gaps, targets, tags, payloads = zip(*rows, strict=True) if rows else ((),) * 6
-    return Column(lengths, owner, numbers, gaps, 1_000, window, targets, tags, payloads)
+def fresh(rows: list[tuple[Any, ...]], owner: int = 3) -> list[Fresh]:
+    return [
+        (length, owner, number, gap, 1_000, target, tag, payload)
+        for length, number, gap, target, tag, payload in rows
+    ]
 
 
 def packed(header: Header, rows: list[tuple[Any, ...]]) -> tuple[bytes, list[int]]:
     """(the data part of a file, where each entry begins in it)."""
-    pieces, offsets, end = pack_entries(header.nonce, header.data_offset, 0, column(rows))
+    pieces, offsets, end = pack_entries(header, header.data_offset, 0, 5, fresh(rows))
     data = b"".join(pieces)
     assert end == header.data_offset + len(data)
-    return data, [offset - header.data_offset for offset in offsets]
+    return data, [ALIGN * units for units in offsets]
 
 
 @given(HEADERS)

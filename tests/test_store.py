@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zfabric.errors import InvariantError
+from zfabric.entries import Fresh
+from zfabric.errors import InvariantError, NoSpace
 from zfabric.queues import LaneQueue
-from zfabric.segments import MEMORY_SEGMENT_ITEMS_MAX, Append
+from zfabric.segments import (
+    LIVE,
+    MEMORY_SEGMENT_ITEMS_MAX,
+    TOMBSTONE,
+    Append,
+    MemorySegment,
+    live_runs,
+)
 from zfabric.shapes import Shape
 from zfabric.store import Store
 
@@ -29,7 +37,7 @@ def append(store: Store, queue: LaneQueue, lengths: list[int], first: int = 1) -
     numbers = list(range(first, first + len(lengths)))
     payloads = [b"p%d" % n for n in numbers]
     items = Append(lengths, lengths, bytes(len(lengths)), 0, numbers, payloads)
-    store.append(queue, items, 1.0)
+    store.append([queue] * len(lengths), items, 1.0)
 
 
 def test_nothing_is_seen_past_the_boundary() -> None:
@@ -141,7 +149,59 @@ def test_full_segment_is_followed_by_another_in_order() -> None:
     assert lengths == sorted(lengths)
 
 
-STEPS = st.sampled_from(["append", "commit", "release", "complete", "drop"])
+def test_segment_that_is_about_to_grow_is_kept_when_its_last_item_ends() -> None:
+    store, queue = make(1, 2)
+    take = store.peek(queue, 2)
+    store.commit(take)
+    append(store, queue, [3], first=3)
+    for ref in take.refs:
+        store.complete(ref)
+    (kept,) = queue.segments
+    store.publish()
+    assert queue.segments == [kept]
+    take = store.peek(queue, 2)
+    store.commit(take)
+    store.complete_dispatched(take.refs)
+    assert not queue.segments
+    assert not store._slots
+
+
+def test_disk_that_fills_between_two_segments_shows_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, queue = make()
+    store.backing.segment_items_max = 2
+    append(store, queue, [1, 2, 3])
+    whole = MemorySegment.extend
+
+    def extend(segment: MemorySegment, lengths: list[int], rows: list[Fresh]) -> tuple[int, int]:
+        if 3 in lengths:
+            raise NoSpace("full")
+        return whole(segment, lengths, rows)
+
+    with monkeypatch.context() as full:
+        full.setattr(MemorySegment, "extend", extend)
+        assert store.publish() == [(queue, 2, 3)]
+        assert (store.unwritten, store.no_space, store.arriving) == (True, True, False)
+    assert store.peek(queue, 9).lengths == [1, 2]
+    assert store.publish() == [(queue, 1, 3)]
+    assert (store.unwritten, store.no_space, store.items) == (False, False, 3)
+    assert store.peek(queue, 9).lengths == [1, 2, 3]
+
+
+@given(st.lists(st.sampled_from([LIVE, TOMBSTONE])), st.integers(0, 40), st.integers(0, 40))
+def test_live_runs_are_the_live_entries_from_the_cursor_on(
+    states: list[int], cursor: int, items_max: int
+) -> None:
+    segment = MemorySegment(0, 0, make()[1])
+    segment.states, segment.cursor = bytearray(states), min(cursor, len(states))
+    runs = list(live_runs(segment, items_max))
+    live = [k for k in range(segment.cursor, len(states)) if states[k] == LIVE][:items_max]
+    assert [k for run in runs for k in range(*run)] == live
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(runs))
+
+
+STEPS = st.sampled_from(["append", "gather", "commit", "release", "complete", "drop"])
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,16 +209,20 @@ STEPS = st.sampled_from(["append", "commit", "release", "complete", "drop"])
 def test_store_equals_a_plain_model(script: list[tuple[str, int]]) -> None:
     store, queue = make()
     fresh: list[int] = []
+    gathered: list[int] = []
     returned: list[int] = []
     out: list[int] = []
     lengths: dict[int, int] = {}
     for step, k in script:
-        if step == "append":
+        if step in ("append", "gather"):
             append(store, queue, [k + 1, 2 * k])
+            gathered += (k + 1, 2 * k)
+        if step == "append":
             store.publish()
-            added = store.peek_all(queue)[-2:]
+            added = store.peek_all(queue)[-len(gathered) :]
             fresh += added
-            lengths |= dict(zip(added, (k + 1, 2 * k), strict=True))
+            lengths |= dict(zip(added, gathered, strict=True))
+            gathered.clear()
         elif step == "commit":
             take = store.peek(queue, k)
             assert take.refs == (sorted(returned) + fresh)[:k]
@@ -180,6 +244,6 @@ def test_store_equals_a_plain_model(script: list[tuple[str, int]]) -> None:
         assert store.peek_all(queue) == waiting
         assert queue.ready_tokens == sum(lengths[r] for r in waiting)
         assert store.longest(queue) == max((lengths[r] for r in waiting), default=0)
-        assert store.items == len(waiting) + len(out)
+        assert store.items == len(gathered) + len(waiting) + len(out)
         assert all(store.is_waiting(r) for r in waiting)
         assert not any(store.is_waiting(r) for r in out)

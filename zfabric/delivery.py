@@ -8,7 +8,7 @@ state is the fabric's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from zfabric.errors import ConfigError, PeerError
 from zfabric.fabric import Fabric
@@ -180,10 +180,11 @@ class Delivery:
         batch_id = (message.fields["epoch"], message.fields["n"])
         batch = worker.held.get(batch_id)
         nonces, entries = message.columns["nonces"], message.columns["entries"]
-        refs = _whole(batch, (packed("Q", nonces), packed("I", entries)))
-        if refs is None:
+        if _is_whole(batch, (packed("Q", nonces), packed("I", entries))):
+            duplicates = self._end_together(worker, batch, batch.refs, statuses, payloads)
+        else:
             refs = self._fabric.store.locate(nonces, entries)
-        duplicates = self._end(worker, refs, statuses, payloads, now)
+            duplicates = self._end(worker, refs, statuses, payloads, now)
         self._fabric.flow.duplicates += duplicates
         if "stats" in message.fields:
             self._note_stats(worker, message.fields["stats"], now)
@@ -208,10 +209,7 @@ class Delivery:
         batch = pending.get(live[0]) if live else None
         whole = len(live) == len(refs) == len(set(live))
         if whole and batch is not None and batch.outstanding.issuperset(live):
-            self._fabric.end_dispatched(batch, live, statuses, payloads)
-            worker.items_done += len(live)
-            self._drop_if_empty(batch, worker)
-            return 0
+            return self._end_together(worker, batch, live, statuses, payloads)
         duplicates = 0
         for ref, status, payload, again in zip(
             refs, statuses, payloads, _repeats(refs), strict=True
@@ -225,6 +223,20 @@ class Delivery:
             if batch is not None:
                 self._drop_if_empty(batch, worker)
         return duplicates
+
+    def _end_together(
+        self,
+        worker: Worker,
+        batch: Batch,
+        refs: Sequence[int],
+        statuses: Sequence[int],
+        payloads: Sequence[bytes],
+    ) -> int:
+        """Items of one batch end that are out with its worker, each once; none is a duplicate."""
+        self._fabric.end_dispatched(batch, refs, statuses, payloads)
+        worker.items_done += len(refs)
+        self._drop_if_empty(batch, worker)
+        return 0
 
     def _drop_if_empty(self, batch: Batch, reporter: Worker) -> None:
         holder = self._fabric.workers.get(batch.worker)
@@ -381,8 +393,10 @@ def _repeats(refs: Sequence[int | None]) -> Iterator[bool]:
         seen.add(ref)
 
 
-def _whole(batch: Batch | None, wire_refs: tuple[bytes, bytes]) -> Sequence[int | None] | None:
-    """The references of a whole batch of which nothing has ended, if that is what is meant."""
-    if batch is None or batch.wire_refs != wire_refs or len(batch.outstanding) < len(batch.refs):
-        return None
-    return batch.refs
+def _is_whole(batch: Batch | None, wire_refs: tuple[bytes, bytes]) -> TypeGuard[Batch]:
+    """Whether a whole batch is meant, of which nothing has ended."""
+    return (
+        batch is not None
+        and batch.wire_refs == wire_refs
+        and len(batch.outstanding) == len(batch.refs)
+    )

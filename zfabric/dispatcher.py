@@ -364,13 +364,13 @@ class Dispatcher:
 
     def _close_window(self) -> None:
         """Write what is due and keep its promises, now or after a sync. Raises NoSpace."""
-        backing = self.fabric.store.backing
+        backing, partial = self.fabric.store.backing, self.fabric.store.unwritten
         if backing.durability == "fsync" and backing.has_work:
-            self._window = backing.begin(self._floors())
+            self._window = backing.begin(self._floors(), partial=partial)
             self._due, self._promised = self._promised, deque()
             return
         if backing.has_work:
-            backing.end(backing.begin(self._floors()))
+            backing.end(backing.begin(self._floors(), partial=partial))
         self.outgoing += self._promised
         self._promised.clear()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -20,7 +20,8 @@ from zfabric.segment import Header
 ALIGN = 8
 ENTRY = struct.Struct("<IIIIQQQQIHBB")
 _CRCS = struct.Struct("<II")
-_WHOLE = struct.Struct("<IIIIQQQQIHBBII")
+# Of both together what a batch needs: magic, size, owner, number, target, tag, kind, checksums.
+_READ = struct.Struct("<I4xIIQ24xI2xBBII")
 _HEAD_BYTES = ENTRY.size
 ENTRY_HEADER_BYTES = ENTRY.size + _CRCS.size
 ENTRY_MAGIC = 0x5AE17B0D
@@ -76,69 +77,38 @@ class Damage(NamedTuple):
         return self.entry.number if self.entry else None
 
 
-class Column(NamedTuple):
-    """Entries to append, as columns of equal length."""
-
-    lengths: Sequence[int]
-    owner: int
-    numbers: Sequence[int]
-    gaps: Sequence[int]
-    when_us: int
-    window: int
-    targets: Sequence[int]
-    tags: Sequence[int]
-    payloads: Sequence[bytes]
-    # how much later each entry is than the one before it; results count, items do not
-    when_step: int = 0
+# An entry to append: length, owner, number, gap, when_us, target, tag, payload; see `segment`.
+Fresh: TypeAlias = tuple[int, int, int, int, int, int, int, bytes]
+WHEN: Final = 4
 
 
 def pack_entries(
-    nonce: int, offset: int, index: int, column: Column
+    header: Header, offset: int, index: int, window: int, rows: Iterable[Fresh]
 ) -> tuple[list[bytes], list[int], int]:
-    """(pieces to write at `offset`, each entry's offset, the offset behind them).
+    """(pieces to write at `offset`, where each entry begins, the offset behind them).
 
-    `index` is that of the first entry.
+    An entry's beginning is told in units of ALIGN behind the state words. `index` is that of the
+    first entry, `window` the commit window that they are written in.
     """
+    nonce, base = header.nonce, header.data_offset
     pieces: list[bytes] = []
     offsets: list[int] = []
     pack, seed_of, crcs_of, crc32 = ENTRY.pack, _SEED.pack, _CRCS.pack, zlib.crc32
     xxh3 = xxhash.xxh3_64_intdigest
-    owner, when, step, window = column.owner, column.when_us, column.when_step, column.window
-    for length, number, gap, target, tag, payload in zip(
-        column.lengths,
-        column.numbers,
-        column.gaps,
-        column.targets,
-        column.tags,
-        column.payloads,
-        strict=True,
-    ):
+    for place, (length, owner, number, gap, when, target, tag, payload) in enumerate(rows, index):
         size = len(payload)
-        head = pack(
-            ENTRY_MAGIC,
-            length,
-            size,
-            owner,
-            number,
-            gap,
-            when,
-            window,
-            target,
-            index,
-            tag,
-            XXH3_KIND,
-        )
         seed = crc32(seed_of(nonce, offset))
-        crcs = crcs_of(crc32(head, seed), xxh3(payload, seed) & _LOW_HALF)
-        offsets.append(offset)
+        head = pack(
+            ENTRY_MAGIC, length, size, owner, number, gap, when, window, target, place, tag,
+            XXH3_KIND,
+        )  # fmt: skip
+        pieces += (head, crcs_of(crc32(head, seed), xxh3(payload, seed) & _LOW_HALF), payload)
+        offsets.append((offset - base) // ALIGN)
         # ENTRY_HEADER_BYTES is a multiple of ALIGN.
         if pad := -size % ALIGN:
-            pieces += (head, crcs, payload, bytes(pad))
-        else:
-            pieces += (head, crcs, payload)
-        offset += ENTRY_HEADER_BYTES + size + pad
-        index += 1
-        when += step
+            pieces.append(bytes(pad))
+            size += pad
+        offset += ENTRY_HEADER_BYTES + size
     return pieces, offsets, offset
 
 
@@ -179,28 +149,6 @@ def payload_of(nonce: int, entry: Entry, block: bytes, *, start: int = 0) -> byt
     return payload
 
 
-# length, target, tag, number, gap, payload
-ItemRow: TypeAlias = tuple[int, int, int, int, int, bytes]
-
-
-def pack_entry(
-    nonce: int, offset: int, index: int, owner: int, when_us: int, window: int, row: ItemRow
-) -> tuple[list[bytes], int]:
-    """As `pack_entries`, for an entry that comes alone: (pieces, the offset behind it)."""
-    length, target, tag, number, gap, payload = row
-    size = len(payload)
-    seed = zlib.crc32(_SEED.pack(nonce, offset))
-    head = ENTRY.pack(
-        ENTRY_MAGIC, length, size, owner, number, gap, when_us, window, target, index, tag,
-        XXH3_KIND,
-    )  # fmt: skip
-    checksum = xxhash.xxh3_64_intdigest(payload, seed) & _LOW_HALF
-    head += _CRCS.pack(zlib.crc32(head, seed), checksum)
-    if pad := -size % ALIGN:
-        return [head, payload, bytes(pad)], offset + ENTRY_HEADER_BYTES + size + pad
-    return [head, payload], offset + ENTRY_HEADER_BYTES + size
-
-
 class Run(NamedTuple):
     """Neighbouring entries as columns of equal length; payloads are views of what was read."""
 
@@ -211,22 +159,23 @@ class Run(NamedTuple):
     payloads: Sequence[bytes | memoryview]
 
 
-def unpack_run(nonce: int, offsets: Sequence[int], block: bytes) -> Run:
-    """The entries at `offsets` of a file; `block` is what lies there from the first of them on.
+def unpack_run(header: Header, begins: Sequence[int], block: bytes) -> Run:
+    """Entries of a file; `block` is what lies there from the first of them on.
 
-    Raises StorageError, naming the offset, where one is damaged.
+    They begin at `begins`, told as in `pack_entries`. Raises StorageError, naming the offset, where
+    one is damaged.
     """
     rows: list[tuple[int, int, int, int, bytes | memoryview]] = []
-    view, base, end = memoryview(block), offsets[0], len(block)
-    unpack, seed_of, crc32 = _WHOLE.unpack_from, _SEED.pack, zlib.crc32
+    view, end, nonce, base = memoryview(block), len(block), header.nonce, header.data_offset
+    first = base + ALIGN * begins[0]
+    unpack, seed_of, crc32 = _READ.unpack_from, _SEED.pack, zlib.crc32
     xxh3 = xxhash.xxh3_64_intdigest
-    for offset in offsets:
-        start = offset - base
+    for units in begins:
+        offset = base + ALIGN * units
+        start = offset - first
         begin = start + ENTRY_HEADER_BYTES
         if begin <= end:
-            magic, _, size, owner, number, _, _, _, target, _, tag, kind, head_crc, told = unpack(
-                block, start
-            )
+            magic, size, owner, number, target, tag, kind, head_crc, told = unpack(block, start)
             payload = view[begin : begin + size]
             seed = crc32(seed_of(nonce, offset))
             if (

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from zfabric.entries import (
     ALIGN,
     ENTRY_HEADER_BYTES,
-    Column,
     Entry,
-    ItemRow,
+    Fresh,
     Run,
     pack_entries,
-    pack_entry,
     payload_of,
     read_entry,
     scan,
@@ -32,7 +30,6 @@ from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
     HEADER_BYTES,
     ITEMS,
-    RESULTS,
     TOMBSTONE_WORD,
     Header,
     pack_header,
@@ -68,17 +65,11 @@ class Descriptors:
         self._limit = limit
         self._open: OrderedDict[int | str, Opened] = OrderedDict()
 
-    def find(self, key: int | str) -> Opened | None:
-        """The file with this key, if it is open."""
+    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
+        """The file with this key; `path_of` says where it is."""
         found = self._open.get(key)
         if found is not None:
             self._open.move_to_end(key)
-        return found
-
-    def get(self, key: int | str, path_of: Callable[[], Path], *, create: bool = False) -> Opened:
-        """The file with this key; `path_of` says where it is."""
-        found = self.find(key)
-        if found is not None:
             return found
         self._shrink(self._limit - 1)
         path = path_of()
@@ -121,72 +112,63 @@ class SegmentFile:
     begins is kept, what it holds is read.
     """
 
-    __slots__ = ("_backing", "_pieces", "flushed", "header", "offsets", "tail")
+    __slots__ = ("_backing", "end", "header", "offsets")
 
     def __init__(
         self,
         backing: FileBacking,
         header: Header,
         offsets: array[int] | None = None,
-        end: int | None = None,
+        end: int = 0,
     ) -> None:
         """A new file, or with `offsets` and `end` one that has entries already."""
         self._backing = backing
         self.header = header
         # of each entry: where it begins behind the state words, in units of 8 bytes
         self.offsets = array("I") if offsets is None else offsets
-        self._pieces: list[bytes] | None = None
-        self.tail = header.data_offset if end is None else end
-        self.flushed = 0 if end is None else end
+        # where the next entry will be; 0 while there is no file
+        self.end = end
 
-    @property
     def path(self) -> Path:
         """Where it lies."""
         return self._backing.path_of(self.header)
 
-    def _opened(self, *, create: bool = False) -> Opened:
-        descriptors = self._backing.descriptors
-        return descriptors.find(self.header.nonce) or descriptors.get(
-            self.header.nonce, lambda: self._backing.path_of(self.header), create=create
-        )
+    def _opened(self) -> Opened:
+        return self._backing.descriptors.get(self.header.nonce, self.path)
 
-    def append(self, column: Column) -> int:
-        """Take entries; `flush` writes them. Returns the bytes that they take, without headers.
+    def append(self, rows: Sequence[Fresh]) -> tuple[int, int]:
+        """Write entries behind the others, and the header before the first of them.
 
-        Raises InvariantError over the file's capacity.
+        Returns (bytes that they take, without headers; about how many system calls it took).
+        Raises InvariantError over the file's capacity, StorageError where they cannot be written;
+        no entry is there then.
         """
-        count = len(column.payloads)
-        if len(self.offsets) + count > self.header.capacity:
-            raise InvariantError(f"{self.path} has places for {self.header.capacity} entries")
-        before = self.tail
-        pieces, offsets, self.tail = pack_entries(
-            self.header.nonce, self.tail, len(self.offsets), column
-        )
-        if self._pieces is None:
-            self._pieces = pieces
-        else:
-            self._pieces += pieces
-        base = self.header.data_offset
-        self.offsets.extend([(offset - base) // ALIGN for offset in offsets])
-        backing = self._backing
-        results = self.header.kind == RESULTS
-        (backing.unwritten_results if results else backing.unwritten)[self.header.nonce] = self
-        return self.tail - before - count * ENTRY_HEADER_BYTES
+        backing, header, place, calls = self._backing, self.header, len(self.offsets), 1
+        if place + len(rows) > header.capacity:
+            raise InvariantError(f"{self.path()} has places for {header.capacity} entries")
+        if not self.end:
+            self._make()
+            calls = NEW_FILE_CALLS
+        begin = self.end
+        pieces, offsets, end = pack_entries(header, begin, place, backing.window, rows)
+        path, descriptor = self._opened()
+        backing.files.write(path, descriptor, pieces, begin)
+        self.offsets.extend(offsets)
+        self.end = end
+        backing.dirty = True
+        if header.kind == ITEMS:
+            backing.segment_bytes += end - begin
+        return end - begin - len(rows) * ENTRY_HEADER_BYTES, calls
 
-    def append_one(self, owner: int, when_us: int, row: ItemRow) -> int:
-        """As `append`, for an entry that comes alone."""
-        backing, nonce, before = self._backing, self.header.nonce, self.tail
-        place = len(self.offsets)
-        if place >= self.header.capacity:
-            raise InvariantError(f"{self.path} has places for {self.header.capacity} entries")
-        pieces, self.tail = pack_entry(nonce, before, place, owner, when_us, backing.window, row)
-        if self._pieces is None:
-            self._pieces = pieces
-            backing.unwritten[nonce] = self
-        else:
-            self._pieces += pieces
-        self.offsets.append((before - self.header.data_offset) // ALIGN)
-        return self.tail - before - ENTRY_HEADER_BYTES
+    def _make(self) -> None:
+        backing, path = self._backing, self.path()
+        backing.files.make_directory(path.parent)
+        _, descriptor = backing.descriptors.get(self.header.nonce, lambda: path, create=True)
+        backing.files.write(path, descriptor, [pack_header(self.header)], 0)
+        self.end = self.header.data_offset
+        if self.header.kind == ITEMS:
+            backing.segment_files += 1
+            backing.segment_bytes += self.end
 
     def payload_bytes(self, first: int, stop: int) -> int:
         """What the payloads of neighbouring entries take in the file, with their padding.
@@ -207,34 +189,10 @@ class SegmentFile:
             # Places that were lost have an offset of 0.
             if offsets[following]:
                 return self.header.data_offset + ALIGN * offsets[following]
-        return self.tail
+        return self.end
 
     def _span(self, place: int) -> int:
         return self.end_of(place) - self.begin_of(place)
-
-    def flush(self) -> int:
-        """Write what was taken, and the header before the first of it.
-
-        Returns about how many system calls that took.
-        """
-        if self._pieces is None:
-            return 0
-        backing, before = self._backing, self.flushed
-        if not before:
-            backing.files.make_directory(self.path.parent)
-            path, descriptor = self._opened(create=True)
-            backing.files.write(path, descriptor, [pack_header(self.header)], 0)
-            self.flushed = self.header.data_offset
-        path, descriptor = self._opened()
-        self.flushed = backing.files.write(path, descriptor, self._pieces, self.flushed)
-        self._pieces = None
-        backing.unwritten.pop(self.header.nonce, None)
-        backing.unwritten_results.pop(self.header.nonce, None)
-        if self.header.kind == ITEMS:
-            backing.segment_files += not before
-            backing.segment_bytes += self.flushed - before
-        backing.dirty = True
-        return 1 if before else NEW_FILE_CALLS
 
     def entry(self, place: int) -> tuple[Entry, bytes]:
         """(the entry, its payload). Raises StorageError where it is damaged."""
@@ -249,13 +207,11 @@ class SegmentFile:
 
     def run(self, first: int, stop: int) -> Run:
         """Neighbouring entries, none of them lost. Raises StorageError where one is damaged."""
-        base = self.header.data_offset
-        offsets = [base + ALIGN * units for units in self.offsets[first:stop]]
+        begin = self.begin_of(first)
         path, descriptor = self._opened()
-        size = self.end_of(stop - 1) - offsets[0]
-        block = self._backing.files.read(path, descriptor, size, offsets[0])
+        block = self._backing.files.read(path, descriptor, self.end_of(stop - 1) - begin, begin)
         try:
-            return unpack_run(self.header.nonce, offsets, block)
+            return unpack_run(self.header, self.offsets[first:stop], block)
         except StorageError as error:
             raise StorageError(f"{path}: {error}") from None
 
@@ -273,7 +229,7 @@ class SegmentFile:
         """All of them, read from the file; payloads are not looked at."""
         path, descriptor = self._opened()
         start = self.header.data_offset
-        data = self._backing.files.read(path, descriptor, self.flushed - start, start)
+        data = self._backing.files.read(path, descriptor, self.end - start, start)
         found = scan(self.header, data, payloads=False)
         return [entry for entry in found if isinstance(entry, Entry)]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 from zfabric.claims import Claims
@@ -25,7 +26,7 @@ from zfabric.errors import InvariantError, PeerError
 from zfabric.groups import Group, Model
 from zfabric.lanes import Lanes
 from zfabric.ledger import Flow, Waste
-from zfabric.outbox import Stored, error_payload
+from zfabric.outbox import Stored, error_payload, stored
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
@@ -39,8 +40,6 @@ T = TypeVar("T")
 # Shapes that have nothing left are kept for `zfabric shapes`, this many; the oldest use goes first.
 IDLE_SHAPES_MAX = 4_096
 EVENTS_MAX = 2_000
-# Items of a lane in a message from which columns of them cost less than one by one.
-RUN_PAYS_ITEMS = 3
 PRODUCERS_MAX, MODELS_MAX = 100_000, 4_096
 
 
@@ -210,17 +209,17 @@ class Fabric:
     ) -> None:
         """Assign lanes to new items of one shape and store them; `publish` makes them ready."""
         group = self.group_for(shape)
+        targets: Sequence[int]
         if group.lanes is None:
-            places = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
-            tags = bytes(len(lengths))
-            plain = Append(lengths, places, tags, producer.index, numbers, payloads, gaps)
-            self.store.append(self.queue(group, 0), plain, now)
+            queues = [self.queue(group, 0)] * len(lengths)
+            targets = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
+            tags = bytearray(len(lengths))
         else:
-            assigned = group.lanes.assign(lengths, now)
-            found = Append(
-                lengths, assigned.targets, assigned.tags, producer.index, numbers, payloads, gaps
-            )
-            self._append_in_lanes(group, assigned.lane_ids, found, now)
+            lane_ids, targets, tags = group.lanes.assign(lengths, now)
+            find = group.queues.get
+            queues = [find(lane) or self.queue(group, lane) for lane in lane_ids]
+        found = Append(lengths, targets, tags, producer.index, numbers, payloads, gaps)
+        self.store.append(queues, found, now)
         self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items
@@ -233,20 +232,6 @@ class Fabric:
     @property
     def _is_fifo(self) -> bool:
         return self.config.policy == "fifo"
-
-    def _append_in_lanes(
-        self, group: Group, lane_ids: Sequence[int], items: Append, now: float
-    ) -> None:
-        by_lane: dict[int, list[int]] = {}
-        for k, lane in enumerate(lane_ids):
-            by_lane.setdefault(lane, []).append(k)
-        find, append, append_one = group.queues.get, self.store.append, self.store.append_one
-        if len(by_lane) * RUN_PAYS_ITEMS > len(lane_ids):
-            for lane, row in zip(lane_ids, items.rows(), strict=True):
-                append_one(find(lane) or self.queue(group, lane), items.producer, row, now)
-            return
-        for lane, members in by_lane.items():
-            append(find(lane) or self.queue(group, lane), items.chosen(members), now)
 
     def queue(self, group: Group, lane: int) -> LaneQueue:
         """The queue of a lane, made if need be."""
@@ -374,9 +359,8 @@ class Fabric:
         self, batch: Batch, refs: Sequence[int], statuses: Sequence[int], payloads: Sequence[bytes]
     ) -> None:
         """As `end`, of items of one batch that are out with its worker, each once."""
-        places = batch.places(refs)
-        owners = [batch.owners[k] for k in places]
-        self._post_end(owners, [batch.numbers[k] for k in places], statuses, payloads)
+        owners, numbers = (batch.chosen(column, refs) for column in (batch.owners, batch.numbers))
+        self._post_end(owners, numbers, statuses, payloads)
         runs = self.store.complete_dispatched(refs)
         group = self.groups[runs[0][0].group]
         self._count_end(group, owners, statuses, self._settled(group, batch, refs))
@@ -424,8 +408,8 @@ class Fabric:
     ) -> None:
         """The results of items that end."""
         retries = self.retries
-        firsts = [retries.pop(n, None) for n in numbers] if retries else [None] * len(numbers)
-        results = list(map(Stored, numbers, statuses, payloads, firsts))
+        firsts = [retries.pop(n, None) for n in numbers] if retries else repeat(None)
+        results = stored(numbers, statuses, payloads, firsts)
         for owner, column in _by_owner(owners, results):
             producer = self.producers[owner]
             if producer is not None:

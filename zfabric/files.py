@@ -23,7 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ import xxhash
 
 from zfabric import catalog as catalogs
 from zfabric.diskroom import DiskRoom
-from zfabric.entries import Column
+from zfabric.entries import Fresh
 from zfabric.entryfiles import Descriptors, SegmentFile
 from zfabric.errors import NoSpace
 from zfabric.filesegment import FileSegment
@@ -69,13 +69,12 @@ def encoded(name: str) -> str:
     return f"{safe[:NAME_CHARS_MAX]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
 
 
-def place_of(header: Header) -> Path:
+def place_of(header: Header) -> str:
     """Where in a data directory the file with this header belongs."""
-    name = f"{header.nonce:016x}.seg"
+    place = f"{header.lane}/{header.nonce:016x}.seg"
     if header.kind == RESULTS:
-        return Path(OUTBOX) / str(header.lane) / name
-    shape = Path(SEGMENTS) / encoded(header.model) / f"{header.signature:016x}"
-    return shape / str(header.lane) / name
+        return f"{OUTBOX}/{place}"
+    return f"{SEGMENTS}/{encoded(header.model)}/{header.signature:016x}/{place}"
 
 
 @dataclass(slots=True)
@@ -85,6 +84,11 @@ class ResultFile:
     file: SegmentFile
     first_seq: int
     freed: int = 0
+    # those that are not written yet
+    fresh: list[Fresh] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.file.offsets) + len(self.fresh)
 
 
 class FileBacking:
@@ -111,10 +115,8 @@ class FileBacking:
         self._log_path = files.root / CATALOG
         self._log_end = 0
         self.results: dict[int, deque[ResultFile]] = {}
-        # files that hold entries which are not written yet, by nonce
-        self.unwritten: dict[int, SegmentFile] = {}
-        # the same of results, apart: they are looked for each turn, among a thousand files of items
-        self.unwritten_results: dict[int, SegmentFile] = {}
+        # those of them, by nonce, of which not all is written yet
+        self._unwritten: dict[int, ResultFile] = {}
         # the number of the open window
         self.window = catalog.window
         # floors that are durable and not in the catalog yet; those that wait for their window
@@ -147,6 +149,10 @@ class FileBacking:
         )
         return FileSegment(slot, queue, self, SegmentFile(self, header))
 
+    def stamp_us(self, now: float) -> int:
+        """See Backing."""
+        return max(0, int((now + self.wall_offset_s) * 1e6))
+
     def path_of(self, header: Header) -> Path:
         """Where the file with this header belongs."""
         return self.root / place_of(header)
@@ -168,45 +174,34 @@ class FileBacking:
 
     def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
         """See Backing."""
-        kept = self.results.setdefault(owner, deque())
-        start = 0
-        while start < len(results):
-            file = kept[-1].file if kept else None
-            # Entries of a file are in sequence; damage at a file's end may have cost some.
-            following = kept[-1].first_seq + len(kept[-1].file.offsets) if kept else seq
-            if file is None or len(file.offsets) >= file.header.capacity or seq != following:
+        files = self.results.setdefault(owner, deque())
+        # Entries of a file are in sequence; damage at a file's end may have cost some.
+        following = files[-1].first_seq + len(files[-1]) if files else None
+        rows = [
+            (0, owner, number, gap if retry_of is None else retry_of, n, 0, status, payload)
+            for n, (number, status, payload, retry_of, gap) in enumerate(results, seq)
+        ]
+        while rows:
+            if seq != following or len(files[-1]) >= files[-1].file.header.capacity:
                 capacity, nonce = self.segment_items_max, secrets.randbits(64)
                 header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
-                file = SegmentFile(self, header)
-                kept.append(ResultFile(file, seq))
-            part = results[start : start + file.header.capacity - len(file.offsets)]
-            zeros = bytes(len(part))
-            gaps = [r.gap if r.retry_of is None else r.retry_of for r in part]
-            numbers, statuses = [r.number for r in part], [int(r.status) for r in part]
-            payloads = [r.payload for r in part]
-            file.append(
-                Column(
-                    zeros, owner, numbers, gaps, seq, self.window, zeros, statuses, payloads,
-                    when_step=1,
-                )
-            )  # fmt: skip
-            start += len(part)
-            seq += len(part)
+                files.append(ResultFile(SegmentFile(self, header), seq))
+            last = files[-1]
+            room = last.file.header.capacity - len(last)
+            last.fresh += rows[:room]
+            self._unwritten[last.file.header.nonce] = last
+            del rows[:room]
+            seq = following = last.first_seq + len(last)
 
     def free_results(self, owner: int, upto: int, last: int) -> None:
         """The producer has its results up to sequence number `upto` of `last`; see Backing."""
         for kept in self.results.get(owner, ()):
-            count = len(kept.file.offsets)
-            stop = min(upto - kept.first_seq + 1, count)
+            stop = min(upto - kept.first_seq + 1, len(kept))
             if stop > kept.freed:
                 self._open_window.freed.append((kept, list(range(kept.freed, stop))))
                 kept.freed = stop
         files = self.results.get(owner)
-        while (
-            files
-            and files[0].freed == len(files[0].file.offsets)
-            and (len(files) > 1 or upto >= last)
-        ):
+        while files and files[0].freed == len(files[0]) and (len(files) > 1 or upto >= last):
             self._open_window.finished.append(files.popleft())
 
     # -- catalog ------------------------------------------------------------------------------
@@ -251,15 +246,15 @@ class FileBacking:
 
     def count_file(self, segment: FileSegment, sign: int = 1) -> None:
         """The file of a segment is there, or with -1 gone."""
-        if segment.file.flushed:
+        if segment.file.end:
             holes = sum(hole.end - hole.begin for hole in segment.holes or ())
             self.segment_files += sign
-            self.segment_bytes += sign * (segment.file.flushed - holes)
+            self.segment_bytes += sign * (segment.file.end - holes)
 
     def disk_bytes(self) -> int:
         """Bytes of all segment and result files, as far as they were written."""
         return self.segment_bytes + sum(
-            kept.file.flushed for files in self.results.values() for kept in files
+            kept.file.end for files in self.results.values() for kept in files
         )
 
     def usage(self) -> dict[str, Any] | None:
@@ -291,8 +286,10 @@ class FileBacking:
 
     def write(self) -> None:
         """Write everything of this window that is not written yet: results, then records."""
-        for file in list(self.unwritten_results.values()):
-            file.flush()
+        for nonce, kept in list(self._unwritten.items()):
+            kept.file.append(kept.fresh)
+            kept.fresh = []
+            del self._unwritten[nonce]
         if self._log:
             mark = [catalogs.pack_window(self.window)] if self.durability == "fsync" else []
             self._append_log(mark + self._log)
@@ -306,24 +303,24 @@ class FileBacking:
     @property
     def has_work(self) -> bool:
         """Whether a window would do anything."""
-        return bool(self.dirty or self._log or self._open_window.owes or self.unwritten_results)
+        return bool(self.dirty or self._log or self._open_window.owes or self._unwritten)
 
-    def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
+    def begin(self, floors: dict[int, tuple[int, int]], *, partial: bool = False) -> Window:
         """Close the window: it is written, and what it owes is due when its sync is over.
 
-        Raises NoSpace where it cannot be written; it is still open then.
+        See Backing. Raises NoSpace where it cannot be written; it is still open then.
         """
         self._owed_floors.update(floors)
         self.write()
         window, self._open_window = self._open_window, Window()
         # Floors speak of all that was taken in; items that found no room are not stored.
-        window.partial = bool(self.unwritten)
-        if window.partial:
+        window.partial = partial
+        if partial:
             window.floors = {owner: (0, seq) for owner, (_, seq) in self._owed_floors.items()}
         else:
             window.floors, self._owed_floors = self._owed_floors, {}
         self.dirty = False
-        if self.durability == "fsync" and not window.partial:
+        if self.durability == "fsync" and not partial:
             # What is left carries this number, and must not look older than what is safe.
             self.window += 1
         return window
@@ -366,7 +363,7 @@ class FileBacking:
         """Unlink and mark what is over; what is done is no longer in the window."""
         while window.unlink:
             file = window.unlink[-1]
-            path = file.path
+            path = file.path()
             self.files.unlink(path)
             window.unlink.pop()
             if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
@@ -411,7 +408,9 @@ class FileBacking:
             t="retired",
             nonce=segment.nonce,
             items=len(segment.states) - sum(items for items, _ in counts.values()),
-            tokens=segment.tokens - sum(tokens for _, tokens in counts.values()),
+            tokens=sum(segment.lengths)
+            + segment.hole_tokens
+            - sum(tokens for _, tokens in counts.values()),
             dead_items=dead[0],
             dead_tokens=dead[1],
             quarantined_items=quarantined[0],
@@ -430,9 +429,15 @@ class FileBacking:
             self.record(t="floor", i=owner, upto=0, seq=0, above=above)
 
     def seal(self) -> None:
-        """Say that everything is on the device: the broker ends in order. Raises StorageError."""
+        """Say that everything is on the device: the broker ends in order. Raises StorageError.
+
+        Floors that are still owed speak of items that a full disk did not take: they are not kept.
+        """
+        partial = bool(self._owed_floors)
+        # Holes must wait for whole windows, and there may be none any more.
+        self._open_window.holes.clear()
         while self.has_work:
-            window = self.begin({})
+            window = self.begin({}, partial=partial)
             self.sync()
             self.end(window)
         self._sweep(len(self._left))

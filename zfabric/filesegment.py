@@ -7,13 +7,14 @@ when what it owes is written.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zfabric.entries import Column, ItemRow, Run
+from zfabric.entries import WHEN, Fresh, Run
 from zfabric.entryfiles import SegmentFile
 from zfabric.pins import Hole
 from zfabric.segment import DEAD_WORD
-from zfabric.segments import LIVE, Append, Row
+from zfabric.segments import Row
 
 if TYPE_CHECKING:
     from zfabric.files import FileBacking
@@ -26,19 +27,18 @@ class FileSegment:
     __slots__ = (
         "_backing",
         "_oldest",
-        "boundary",
         "counts",
         "cursor",
         "deleted",
         "done_ahead",
         "file",
+        "hole_tokens",
         "holes",
         "lengths",
         "nonce",
         "queue",
         "slot",
         "states",
-        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -51,56 +51,26 @@ class FileSegment:
         self._backing = backing
         self.lengths = array("I")
         self.states = bytearray()
-        self.boundary = 0
         self.cursor = 0
         self.deleted = 0
         self.done_ahead = 0
-        self.tokens = 0
         # (entry, when it was appended), of the one that was asked for last or is waited for first
         self._oldest: tuple[int, float] | None = None
         # (items, tokens) that ended other than completed, by state word
         self.counts: dict[int, tuple[int, int]] | None = None
         # runs of entries whose bytes were given back
         self.holes: list[Hole] | None = None
+        # of entries whose bytes, and lengths, were gone when the file was found
+        self.hole_tokens = 0
 
-    def extend(self, items: Append, now: float) -> int:
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
         """See Segment."""
+        stored = self.file.append(rows)
         if self.cursor == len(self.states):
-            self._oldest = len(self.states), now
-        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
-        size = self.file.append(
-            Column(
-                items.lengths,
-                items.producer,
-                items.numbers,
-                items.gaps or [1] * len(items.lengths),
-                when_us,
-                self._backing.window,
-                items.targets,
-                items.tags,
-                items.payloads,
-            )
-        )
-        self.lengths.extend(items.lengths)
-        self.states.extend(bytes(len(items.lengths)))
-        self.tokens += sum(items.lengths)
-        return size
-
-    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
-        """See Segment."""
-        if self.cursor == len(self.states):
-            self._oldest = len(self.states), now
-        when_us = max(0, int((now + self._backing.wall_offset_s) * 1e6))
-        length = row[0]
-        size = self.file.append_one(producer, when_us, row)
-        self.lengths.append(length)
-        self.states.append(LIVE)
-        self.tokens += length
-        return size
-
-    def flush(self) -> int:
-        """See Segment."""
-        return self.file.flush()
+            self._oldest = self.cursor, rows[0][WHEN] / 1e6 - self._backing.wall_offset_s
+        self.lengths.extend(lengths)
+        self.states.extend(bytes(len(lengths)))
+        return stored
 
     def read(self, entry: int) -> Row:
         """See Segment."""

@@ -315,20 +315,13 @@ class Intake:
 
     def _send_result(self, peer: Peer, first: int, results: list[Stored]) -> None:
         fields: dict[str, Any] = {"seq": first}
-        retries = {str(r.number): r.retry_of for r in results if r.retry_of is not None}
-        if retries:
-            fields["retry_of"] = retries
-        self._send(
-            peer,
-            Type.RESULT,
-            fields,
-            [
-                packed("Q", [r.number for r in results]),
-                packed("B", [r.status for r in results]),
-                packed("I", [len(r.payload) for r in results]),
-            ],
-            b"".join([r.payload for r in results]),
-        )
+        numbers, statuses, payloads, firsts, _ = zip(*results, strict=True)
+        if firsts.count(None) < len(firsts):
+            fields["retry_of"] = {
+                str(r.number): r.retry_of for r in results if r.retry_of is not None
+            }
+        columns = [packed("Q", numbers), packed("B", statuses), packed("I", map(len, payloads))]
+        self._send(peer, Type.RESULT, fields, columns, b"".join(payloads))
 
 
 def _check_numbers(numbers: array[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from zfabric.errors import InvariantError
@@ -29,7 +30,6 @@ from zfabric.pending import Batch
 from zfabric.protocol import Type, encode, packed
 from zfabric.queues import Columns, Take
 from zfabric.shapes import Contract, Shape
-from zfabric.store import ENTRY_MASK
 from zfabric.sweep import candidates, goes_on_below
 
 # Shapes that a worker's ideal hit ratio can tell apart, some 100 bytes each; beyond it is unknown.
@@ -98,8 +98,8 @@ class Offers:
 
     def _offer(self, worker: Worker, group: Group, now: float) -> Offer:
         takes, padded, sweep_below = self._pack(worker.contract, group, now)
-        refs = [ref for take in takes for ref in take.refs]
-        lengths = [length for take in takes for length in take.lengths]
+        refs = list(chain.from_iterable([take.refs for take in takes]))
+        lengths = list(chain.from_iterable([take.lengths for take in takes]))
         if not refs:
             raise InvariantError(f"shape {group.id} counts as ready but has nothing to read")
         self._fabric.guard(group, refs)
@@ -112,10 +112,7 @@ class Offers:
             owners=columns.owners,
             numbers=columns.numbers,
             lengths=lengths,
-            wire_refs=(
-                packed("Q", columns.nonces),
-                packed("I", [ref & ENTRY_MASK for ref in refs]),
-            ),
+            wire_refs=(packed("Q", columns.nonces), packed("I", columns.entries)),
             outstanding=set(refs),
             lease_until=now + self._fabric.config.lease_s,
             sent_s=now,
@@ -270,7 +267,7 @@ def _predict(worker: Worker, group: Group, offer: Offer) -> None:
     limit = worker.contract.input_tokens_max
     for shape, signature, asked in runs:
         # What is over the contract is not run, and asks no cache for anything.
-        lengths = [length for length in asked if length <= limit]
+        lengths = asked if max(asked) <= limit else [n for n in asked if n <= limit]
         if not lengths:
             continue
         worker.predicted_queries_tokens += sum(lengths)

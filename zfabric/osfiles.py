@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +42,19 @@ _KINDS: dict[int, type[StorageError]] = {
 }
 
 
-class named:
-    """Make every error of the system inside a StorageError that names `path`.
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Make every error of the system inside a StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise told(path, error) from error
 
-    A class, since entering a generator costs as much as the system calls of small entries.
-    """
 
-    __slots__ = ("_path",)
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, OSError):
-            chosen = _KINDS.get(error.errno or 0, StorageError)
-            raise chosen(f"{self._path}: {error.strerror or error}") from error
+def told(path: Path, error: OSError) -> StorageError:
+    """The StorageError for what the system says of `path`."""
+    kind = _KINDS.get(error.errno or 0, StorageError)
+    return kind(f"{path}: {error.strerror or error}")
 
 
 def descriptor_limit() -> int:
@@ -96,9 +89,10 @@ class OsFiles:
         self._root_fd: int | None = None
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents."""
+        """Make a directory and its parents; mostly it is there."""
         with named(path):
-            path.mkdir(parents=True, exist_ok=True)
+            if not path.is_dir():
+                path.mkdir(parents=True, exist_ok=True)
 
     def open(self, path: Path, *, create: bool = False) -> int:
         """A descriptor for reading and writing."""
@@ -149,31 +143,31 @@ class OsFiles:
 
     def read(self, path: Path, descriptor: int, size: int, offset: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
-        with named(path):
-            parts = []
-            while size:
-                part = os.pread(descriptor, size, offset)
+        data = b""
+        # Not `named`: this and `write` are all that is called for each run of items.
+        try:
+            while size > len(data):
+                part = os.pread(descriptor, size - len(data), offset + len(data))
                 if not part:
                     break
-                parts.append(part)
-                size -= len(part)
-                offset += len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+                data = data + part if data else part
+        except OSError as error:
+            raise told(path, error) from error
+        return data
 
     def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
         """Write all pieces, one behind the other; returns the offset behind them."""
-        with named(path):
+        try:
             for start in range(0, len(pieces), IOV_MAX):
                 part = pieces[start : start + IOV_MAX]
-                wanted = sum(map(len, part))
-                written = self._write_some(descriptor, part, offset)
-                if written < wanted:
-                    rest = memoryview(b"".join(part))[written:]
-                    while rest:
-                        more = self._write_some(descriptor, [rest], offset + wanted - len(rest))
-                        rest = rest[more:]
-                offset += wanted
-            return offset
+                end = offset + sum(map(len, part))
+                offset += self._write_some(descriptor, part, offset)
+                while offset < end:
+                    rest = memoryview(b"".join(part))[offset - end :]
+                    offset += self._write_some(descriptor, [rest], offset)
+        except OSError as error:
+            raise told(path, error) from error
+        return offset
 
     def _write_some(
         self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int

@@ -8,8 +8,12 @@ payload bytes. It never decides whether a result may be sent; it says what would
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, islice, repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -22,6 +26,21 @@ class Stored(NamedTuple):
     retry_of: int | None
     # of an item that was refused: its number - the one before it, 0 where that is not known
     gap: int = 0
+
+
+_PAYLOAD = attrgetter("payload")
+# What a named tuple is made by is Python code, which for each result costs as much as its write.
+_AS_STORED = partial(tuple.__new__, Stored)
+
+
+def stored(
+    numbers: Sequence[int],
+    statuses: Sequence[int],
+    payloads: Sequence[bytes],
+    retries: Iterable[int | None],
+) -> list[Stored]:
+    """Results of items that were accepted, from columns."""
+    return list(map(_AS_STORED, zip(numbers, statuses, payloads, retries, repeat(0), strict=False)))
 
 
 class Outbox:
@@ -45,7 +64,7 @@ class Outbox:
     def add(self, results: Sequence[Stored]) -> int:
         """Keep more results; returns the bytes of their payloads."""
         self._results.extend(results)
-        size = sum([len(result.payload) for result in results])
+        size = sum(map(len, map(_PAYLOAD, results)))
         self.payload_bytes += size
         return size
 
@@ -60,18 +79,12 @@ class Outbox:
         At most `items_max` and, but for a single larger one, `bytes_max`.
         """
         start = self.sent - self.acked
-        chosen: list[Stored] = []
-        size = 0
-        for k in range(start, min(len(self._results), start + items_max)):
-            result = self._results[k]
-            size += len(result.payload)
-            if chosen and size > bytes_max:
-                size -= len(result.payload)
-                break
-            chosen.append(result)
+        chosen = list(islice(self._results, start, start + items_max))
+        sizes = list(accumulate(map(len, map(_PAYLOAD, chosen))))
+        del chosen[max(1, bisect_right(sizes, bytes_max)) :]
         first = self.sent + 1
         self.sent += len(chosen)
-        self.bytes_in_flight += size
+        self.bytes_in_flight += sizes[len(chosen) - 1] if chosen else 0
         return first, chosen
 
     def ack(self, upto: int) -> int:
@@ -81,7 +94,7 @@ class Outbox:
         """
         count = max(0, min(upto, self.last) - self.acked)
         freed = [self._results.popleft() for _ in range(count)]
-        sizes = [len(result.payload) for result in freed]
+        sizes = list(map(len, map(_PAYLOAD, freed)))
         self.payload_bytes -= sum(sizes)
         self.bytes_in_flight -= sum(sizes[: max(0, self.sent - self.acked)])
         self.acked += count

@@ -55,13 +55,13 @@ class Batch:
         else:
             self.started.update(self.refs[k] for k in indices if k < len(self.refs))
 
-    def places(self, refs: Sequence[int]) -> Sequence[int]:
-        """Where each of `refs` stands in the batch."""
+    def chosen(self, column: list[int], refs: Sequence[int]) -> list[int]:
+        """What a column of the batch says of each of `refs`; mostly they are all of it."""
         if refs == self.refs:
-            return range(len(refs))
+            return column
         if self.place_of is None:
             self.place_of = {ref: k for k, ref in enumerate(self.refs)}
-        return [self.place_of[ref] for ref in refs]
+        return [column[self.place_of[ref]] for ref in refs]
 
     def in_order(self, refs: Iterable[int]) -> list[int]:
         """`refs` in the order of the batch."""
@@ -105,7 +105,7 @@ class Pending:
         """
         if not batch.outstanding.issuperset(refs):
             raise InvariantError(f"an item of batch {batch.id} is settled that is not out with it")
-        lengths = [batch.lengths[place] for place in batch.places(refs)]
+        lengths = batch.chosen(batch.lengths, refs)
         for ref in refs:
             del self.by_ref[ref]
         batch.outstanding.difference_update(refs)

@@ -78,11 +78,11 @@ def holes_of(segment: FileSegment) -> Iterator[Hole]:
     holes = iter(sorted(segment.holes or ()))
     hole = next(holes, None)
     first: int | None = None
-    for place in range(segment.boundary + 1):
+    for place in range(len(states) + 1):
         while hole is not None and hole.stop <= place:
             hole = next(holes, None)
         over = (
-            place < segment.boundary
+            place < len(states)
             and states[place] == TOMBSTONE
             and (file.offsets[place] or not place)
             and not (hole is not None and hole.first <= place)

@@ -19,7 +19,7 @@ class LaneQueue:
 
     __slots__ = (
         "group", "lane", "longest_known", "mixed", "ready_items", "ready_tokens", "returned",
-        "segments", "shape", "signature", "solo", "unpublished",
+        "segments", "shape", "signature", "solo",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, signature: int, group: int, lane: int, *, mixed: bool) -> None:
@@ -34,7 +34,6 @@ class LaneQueue:
         self.solo: set[int] | None = None
         self.ready_items = 0
         self.ready_tokens = 0
-        self.unpublished = False
         # The longest ready item, or None when the last longest left and nobody has asked since.
         self.longest_known: int | None = 0
 
@@ -68,6 +67,7 @@ class Columns:
     """What a batch needs of its items, in batch order."""
 
     nonces: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)

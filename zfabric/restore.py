@@ -135,7 +135,7 @@ def _file_segment(
     segment = FileSegment(slot, queue, backing, found.file)
     segment.lengths = found.lengths
     segment.states = found.states
-    segment.tokens = sum(found.lengths) + found.hole_tokens
+    segment.hole_tokens = found.hole_tokens
     segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD} or None
     segment.holes = found.holes or None
     backing.count_file(segment)

@@ -1,19 +1,19 @@
 """Segments: what a store asks of them, and the kind that rests in memory.
 
 A segment holds items of one (model, signature, lane), one entry an item, in arrival order. The
-store moves its cursor and boundary; the segment knows where the bytes are. Lengths are tokens,
+store moves its cursor; the segment knows where the bytes are. Lengths are tokens,
 times seconds on the caller's monotonic clock.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from zfabric.entries import ItemRow, Run
+from zfabric.entries import Fresh, Run
 from zfabric.errors import InvariantError
 from zfabric.outbox import Stored
 
@@ -44,7 +44,7 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Append:
-    """Items of one producer for one queue, as columns of equal length.
+    """Items of one producer and one shape, as columns of equal length.
 
     `targets` is each item's lane target just after it was assigned, or the caller's shape number
     where a queue mixes shapes; `tags` is how it was assigned.
@@ -55,43 +55,23 @@ class Append:
     tags: bytes | bytearray
     producer: int
     numbers: Sequence[int]
-    payloads: list[bytes]
+    payloads: Sequence[bytes]
     # number - the number that went before it, by which a restart knows what is missing
     gaps: Sequence[int] = ()
 
-    def rows(self) -> Iterable[ItemRow]:
-        """(length, target, tag, number, gap, payload) of each."""
-        gaps = self.gaps or repeat(1, len(self.lengths))
+    def rows(self, when_us: int) -> Iterable[Fresh]:
+        """An entry of each."""
+        count = len(self.lengths)
         return zip(
-            self.lengths, self.targets, self.tags, self.numbers, gaps, self.payloads, strict=True
-        )
-
-    def chosen(self, places: list[int]) -> Append:
-        """Those at `places`, which ascend."""
-        first, last = places[0], places[-1]
-        # Mostly a run of a sorted message: then slices, which cost a third.
-        if last - first == len(places) - 1:
-            return self.part(first, last + 1)
-        return Append(
-            [self.lengths[k] for k in places],
-            [self.targets[k] for k in places],
-            bytes([self.tags[k] for k in places]),
-            self.producer,
-            [self.numbers[k] for k in places],
-            [self.payloads[k] for k in places],
-            [self.gaps[k] for k in places] if self.gaps else (),
-        )
-
-    def part(self, start: int, stop: int) -> Append:
-        """Some of them, in order."""
-        return Append(
-            self.lengths[start:stop],
-            self.targets[start:stop],
-            self.tags[start:stop],
-            self.producer,
-            self.numbers[start:stop],
-            self.payloads[start:stop],
-            self.gaps[start:stop],
+            self.lengths,
+            repeat(self.producer, count),
+            self.numbers,
+            self.gaps or repeat(1, count),
+            repeat(when_us, count),
+            self.targets,
+            self.tags,
+            self.payloads,
+            strict=True,
         )
 
 
@@ -113,26 +93,20 @@ class Segment(Protocol):
     nonce: int
     queue: LaneQueue
     lengths: array[int]
-    # LIVE or TOMBSTONE for each entry
+    # LIVE or TOMBSTONE for each entry: what is not stored yet has none, and cannot be seen
     states: bytearray
-    # entries below it may be read; entries below the cursor have been dispatched
-    boundary: int
+    # entries below it have been dispatched
     cursor: int
     deleted: int
-    # tombstones between cursor and boundary
+    # tombstones from the cursor on
     done_ahead: int
 
-    def extend(self, items: Append, now: float) -> int:
-        """Take items in; `flush` brings them to where the segment rests.
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
+        """Store items, of these lengths; returns what their payloads take, in bytes, and about how
+        many system calls it took.
 
-        Returns the bytes that their payloads take there.
+        Raises StorageError, changing nothing, where they cannot be stored.
         """
-
-    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
-        """As `extend`, for an item that comes alone: columns of one cost as much as the item."""
-
-    def flush(self) -> int:
-        """Store what was taken in; returns how many system calls that took."""
 
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
@@ -153,12 +127,15 @@ class Segment(Protocol):
         """Every entry is over."""
 
 
-def live_from(segment: Segment, items_max: int) -> Sequence[int]:
-    """Up to `items_max` entries that are ready, from the cursor on."""
-    if not segment.done_ahead:
-        return range(segment.cursor, min(segment.cursor + items_max, segment.boundary))
-    ahead = range(segment.cursor, segment.boundary)
-    return list(islice((k for k in ahead if segment.states[k] == LIVE), items_max))
+def live_runs(segment: Segment, items_max: int) -> Iterator[tuple[int, int]]:
+    """Up to `items_max` entries that are ready, from the cursor on, as runs: (first, stop)."""
+    states, stop = segment.states, segment.cursor
+    while items_max and (first := states.find(LIVE, stop)) >= 0:
+        last = min(first + items_max, len(states))
+        over = states.find(TOMBSTONE, first, last)
+        stop = last if over < 0 else over
+        items_max -= stop - first
+        yield first, stop
 
 
 @dataclass(slots=True)
@@ -222,6 +199,9 @@ class Backing(Protocol):
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """A new, empty segment."""
 
+    def stamp_us(self, now: float) -> int:
+        """What entries say of when they were taken in, that being now."""
+
     def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
         """Keep results of a producer, numbered from `seq` on."""
 
@@ -244,8 +224,11 @@ class Backing(Protocol):
     def has_work(self) -> bool:
         """Whether something was written, or is owed, since the last window."""
 
-    def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
-        """Close a window: all of it is written. `floors` are the producers' (numbers, results)."""
+    def begin(self, floors: dict[int, tuple[int, int]], *, partial: bool = False) -> Window:
+        """Close a window: all of it is written. `floors` are the producers' (numbers, results).
+
+        `partial`: they speak of items, too, that are taken in and not stored yet.
+        """
 
     def end(self, window: Window) -> None:
         """The window is as durable as promised: do what waited for that."""
@@ -272,7 +255,7 @@ class MemorySegment:
     """
 
     __slots__ = (
-        "boundary", "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
+        "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
         "queue", "slot", "states",
     )  # fmt: skip
 
@@ -284,35 +267,22 @@ class MemorySegment:
         self.meta = array("Q")
         self.payloads: list[bytes | None] = []
         self.states = bytearray()
-        self.boundary = 0
         self.cursor = 0
         self.deleted = 0
         self.done_ahead = 0
 
-    def extend(self, items: Append, now: float) -> int:
+    def extend(self, lengths: Sequence[int], rows: Sequence[Fresh]) -> tuple[int, int]:
         """See Segment."""
-        self.lengths.extend(items.lengths)
-        owner, at = items.producer << 32, int(now * 1e6) << 8
+        self.lengths.extend(lengths)
         words: list[int] = []
-        for number, target, tag in zip(items.numbers, items.targets, items.tags, strict=True):
-            words += (number, owner | target, at | tag)
+        size = 0
+        for _, owner, number, _, when_us, target, tag, payload in rows:
+            words += (number, owner << 32 | target, when_us << 8 | tag)
+            self.payloads.append(payload)
+            size += len(payload)
         self.meta.extend(words)
-        self.payloads.extend(items.payloads)
-        self.states.extend(bytes(len(items.lengths)))
-        return sum(map(len, items.payloads))
-
-    def extend_one(self, producer: int, row: ItemRow, now: float) -> int:
-        """See Segment."""
-        length, target, tag, number, _, payload = row
-        self.lengths.append(length)
-        self.meta.extend((number, producer << 32 | target, int(now * 1e6) << 8 | tag))
-        self.payloads.append(payload)
-        self.states.append(LIVE)
-        return len(payload)
-
-    def flush(self) -> int:
-        """See Segment."""
-        return 0
+        self.states.extend(bytes(len(rows)))
+        return size, 0
 
     def read(self, entry: int) -> Row:
         """See Segment."""
@@ -369,6 +339,10 @@ class MemoryBacking:
         """See Backing."""
         return MemorySegment(slot, nonce, queue)
 
+    def stamp_us(self, now: float) -> int:
+        """See Backing."""
+        return int(now * 1e6)
+
     def keep_results(self, owner: int, seq: int, results: Sequence[Stored]) -> None:
         """See Backing; the outbox itself is the memory."""
 
@@ -394,7 +368,7 @@ class MemoryBacking:
         """See Backing."""
         return False
 
-    def begin(self, floors: dict[int, tuple[int, int]]) -> Window:
+    def begin(self, floors: dict[int, tuple[int, int]], *, partial: bool = False) -> Window:
         """See Backing."""
         return Window()
 

@@ -1,12 +1,13 @@
-"""The store: where accepted items wait, and the only owner of cursors, boundaries and tombstones.
+"""The store: where accepted items wait, and the only owner of cursors and tombstones.
 
 Items rest in segments, each of one (model, signature, lane). A reference is one integer,
 `slot << 32 | entry`: the slot names a segment of this process, the entry an item in it; on the wire
 the slot is replaced by the segment's random nonce, which means the same after a restart.
 
-A queue reads in this order: items given back (in reference order), then the items between its
-cursor and its boundary. Reading is a peek: `peek` changes nothing, `commit` verifies that all it
-is about to move is where the peek saw it, and only then moves it.
+What is taken in waits as rows until `publish` has it stored, each queue's in one write; nobody sees
+it before. A queue reads in this order: items given back (in reference order), then what is stored
+from its cursor on. Reading is a peek: `peek` changes nothing, `commit` verifies that all it is
+about to move is where the peek saw it, and only then moves it.
 
 Where the bytes of a segment rest is its backing's affair (`segments`). Lengths are tokens, payload
 sizes bytes, times seconds on the caller's monotonic clock. The store must never decide which lane
@@ -16,11 +17,12 @@ or batch an item belongs in.
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
-from zfabric.entries import ItemRow
+from zfabric.entries import Fresh
 from zfabric.errors import InvariantError, NoSpace
 from zfabric.queues import Columns, Known, LaneQueue, Take
 from zfabric.segments import (
@@ -30,7 +32,7 @@ from zfabric.segments import (
     Backing,
     MemoryBacking,
     Segment,
-    live_from,
+    live_runs,
     runs_of,
 )
 from zfabric.shapes import Shape
@@ -52,7 +54,8 @@ class Store:
         self._slots: dict[int, Segment] = {}
         self._slot_of_nonce: dict[int, int] = {}
         self._next_slot = 0
-        self._dirty: list[LaneQueue] = []
+        # what was taken in and is not stored yet
+        self._fresh: defaultdict[LaneQueue, list[Fresh]] = defaultdict(list)
         # the latest `publish` found no room, or ended before all was written
         self.no_space = self.cut_short = False
         # payload bytes taken in since then
@@ -77,7 +80,7 @@ class Store:
     @property
     def memory_bytes(self) -> int:
         """Payload bytes of live items that rest in memory."""
-        return self.payload_bytes if self.durability == "memory" else 0
+        return self.payload_bytes + self.unwritten_bytes if self.durability == "memory" else 0
 
     # -- adding -------------------------------------------------------------------------------
 
@@ -103,7 +106,6 @@ class Store:
         self._slots[segment.slot] = segment
         self._slot_of_nonce[segment.nonce] = segment.slot
         queue.segments.append(segment)
-        segment.boundary = len(segment.states)
         segment.done_ahead = segment.deleted = segment.states.count(TOMBSTONE)
         live = [
             n for n, state in zip(segment.lengths, segment.states, strict=True) if state == LIVE
@@ -123,46 +125,19 @@ class Store:
         if queue.returned is None:
             queue.returned = SortedList()
         queue.returned.update(base + k for k, state in enumerate(segment.states) if state == LIVE)
-        segment.cursor, segment.done_ahead = segment.boundary, 0
+        segment.cursor, segment.done_ahead = len(segment.states), 0
         queue.solo = queue.solo or set()
         for place, charged in attempts.items():
             self.attempts[base + place] = charged
             queue.solo.add(base + place)
 
-    def append(self, queue: LaneQueue, items: Append, now: float) -> None:
-        """Add `items` behind the boundary of `queue`; `publish` makes them visible."""
-        count, limit = len(items.lengths), self.backing.segment_items_max
-        start = 0
-        while start < count:
-            segments = queue.segments
-            room = limit - len(segments[-1].states) if segments else 0
-            if room <= 0:
-                self._new_segment(queue)
-                continue
-            stop = min(count, start + room)
-            part = items.part(start, stop) if stop - start < count else items
-            size = segments[-1].extend(part, now)
-            self.payload_bytes += size
-            self.unwritten_bytes += size
-            start = stop
-        self.items += count
-        if not queue.unpublished:
-            queue.unpublished = True
-            self._dirty.append(queue)
-
-    def append_one(self, queue: LaneQueue, producer: int, row: ItemRow, now: float) -> None:
-        """As `append`, for an item that is alone in its queue's share of a message."""
-        segments = queue.segments
-        segment = segments[-1] if segments else self._new_segment(queue)
-        if len(segment.states) >= self.backing.segment_items_max:
-            segment = self._new_segment(queue)
-        size = segment.extend_one(producer, row, now)
-        self.payload_bytes += size
-        self.unwritten_bytes += size
-        self.items += 1
-        if not queue.unpublished:
-            queue.unpublished = True
-            self._dirty.append(queue)
+    def append(self, queues: Sequence[LaneQueue], items: Append, now: float) -> None:
+        """Take in `items`, each for its queue; `publish` stores them and makes them visible."""
+        fresh = self._fresh
+        for queue, row in zip(queues, items.rows(self.backing.stamp_us(now)), strict=True):
+            fresh[queue].append(row)
+        self.items += len(queues)
+        self.unwritten_bytes += sum(map(len, items.payloads))
 
     def _new_segment(self, queue: LaneQueue) -> Segment:
         slot = self._next_slot
@@ -172,58 +147,63 @@ class Store:
         segment = self.backing.make(slot, nonce, queue)
         self._slots[slot] = segment
         self._slot_of_nonce[nonce] = slot
-        queue.segments.append(segment)
         return segment
 
     def publish(self, writes_max: int | None = None) -> list[tuple[LaneQueue, int, int]]:
-        """Move the boundary of every queue past what is stored.
+        """Store what was taken in, a queue's items in one write, and make it visible.
 
         With `writes_max` it ends after about so many writes; `unwritten` says that there is more.
         Returns (queue, items, tokens) that became ready.
         """
-        published = []
-        dirty, self._dirty = self._dirty, []
-        writes, self.no_space, self.cut_short = 0, False, False
-        self.unwritten_bytes = 0
-        for k, queue in enumerate(dirty):
+        published, stored, writes = [], [], 0
+        self.unwritten_bytes, self.no_space = 0, False
+        for queue, rows in self._fresh.items():
             try:
-                for segment in queue.segments:
-                    if len(segment.states) > segment.boundary:
-                        writes += segment.flush()
+                while rows:
+                    items, tokens, calls = self._store(queue, rows)
+                    published.append((queue, items, tokens))
+                    writes += calls
             except NoSpace:
-                # Nothing of this queue is visible or promised; it is tried again.
+                # What is left of this queue is neither visible nor promised; it is tried again.
                 self.no_space = True
-                self._dirty += dirty[k:]
                 break
-            items = tokens = 0
-            for segment in reversed(queue.segments):
-                fresh = len(segment.states) - segment.boundary
-                if not fresh:
-                    break
-                lengths = segment.lengths[segment.boundary :]
-                items += fresh
-                tokens += sum(lengths)
-                if queue.longest_known is not None:
-                    queue.longest_known = max(queue.longest_known, max(lengths))
-                segment.boundary += fresh
-            self._readied(queue, items, tokens)
-            queue.unpublished = False
-            published.append((queue, items, tokens))
+            stored.append(queue)
             if writes_max is not None and writes >= writes_max:
-                self._dirty += dirty[k + 1 :]
-                self.cut_short = bool(self._dirty)
                 break
+        for queue in stored:
+            del self._fresh[queue]
+        self.cut_short = self.arriving
         return published
+
+    def _store(self, queue: LaneQueue, rows: list[Fresh]) -> tuple[int, int, int]:
+        """Store the first of `rows`, as many as one segment takes, and drop them from the list.
+
+        Returns (items, tokens, system calls). Raises NoSpace, having stored nothing.
+        """
+        segments, limit = queue.segments, self.backing.segment_items_max
+        if not segments or len(segments[-1].states) >= limit:
+            segments.append(self._new_segment(queue))
+        segment = segments[-1]
+        part = rows[: limit - len(segment.states)]
+        lengths = [row[0] for row in part]
+        size, calls = segment.extend(lengths, part)
+        del rows[: len(part)]
+        tokens = sum(lengths)
+        self.payload_bytes += size
+        self._readied(queue, len(part), tokens)
+        if queue.longest_known is not None:
+            queue.longest_known = max(queue.longest_known, max(lengths))
+        return len(part), tokens, calls
 
     @property
     def unwritten(self) -> bool:
         """Whether items are taken in that are not stored yet, for want of time or space."""
-        return bool(self._dirty)
+        return bool(self._fresh)
 
     @property
     def arriving(self) -> bool:
         """Whether items that are taken in will be stored without anybody's help."""
-        return bool(self._dirty) and not self.no_space
+        return bool(self._fresh) and not self.no_space
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -241,12 +221,10 @@ class Store:
         returned = len(refs)
         lengths = [self._length(ref) for ref in refs]
         for segment in queue.segments:
-            room = items_max - len(refs)
-            if room <= 0:
-                break
-            live, base = live_from(segment, room), segment.slot << ENTRY_BITS
-            refs += [base + entry for entry in live]
-            lengths += [segment.lengths[entry] for entry in live]
+            base = segment.slot << ENTRY_BITS
+            for first, stop in live_runs(segment, items_max - len(refs)):
+                refs += range(base + first, base + stop)
+                lengths += segment.lengths[first:stop]
         return Take(queue, refs, lengths, returned)
 
     def _length(self, ref: int) -> int:
@@ -263,7 +241,8 @@ class Store:
         refs = list(queue.returned or ())
         for segment in queue.segments:
             base = segment.slot << ENTRY_BITS
-            refs += [base + entry for entry in live_from(segment, len(segment.states))]
+            for first, stop in live_runs(segment, len(segment.states)):
+                refs += range(base + first, base + stop)
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -274,7 +253,7 @@ class Store:
             times.append(self._slots[ref >> ENTRY_BITS].enqueued_s(ref & ENTRY_MASK))
         for segment in queue.segments:
             # Behind a restart or a cancelling the cursor may stand on what is over.
-            first = segment.states.find(LIVE, segment.cursor, segment.boundary)
+            first = segment.states.find(LIVE, segment.cursor)
             if first >= 0:
                 times.append(segment.enqueued_s(first))
                 break
@@ -299,6 +278,7 @@ class Store:
                 raise InvariantError(f"items {first} to {stop} are to be read but one is not live")
             run = segment.run(first, stop)
             out.nonces += [segment.nonce] * (stop - first)
+            out.entries += range(first, stop)
             out.owners += run.owners
             out.numbers += run.numbers
             (out.shapes if segment.queue.mixed else out.targets).extend(run.targets)
@@ -338,8 +318,8 @@ class Store:
         refs = take.refs[take.returned :] if take.returned else take.refs
         for segment, first, stop in self._runs(refs):
             _, cursor = cursors.get(segment.slot, (segment, segment.cursor))
-            if segment.queue is not queue or not cursor <= first <= stop <= segment.boundary:
-                raise InvariantError(f"items {first} to {stop} are not between cursor and boundary")
+            if segment.queue is not queue or not cursor <= first <= stop <= len(segment.states):
+                raise InvariantError(f"items {first} to {stop} are not behind the cursor")
             if segment.states.count(LIVE, first, stop) != stop - first:
                 raise InvariantError(f"one of items {first} to {stop} is already tombstoned")
             cursors[segment.slot] = segment, stop
@@ -423,7 +403,7 @@ class Store:
         for nonce, entry in zip(nonces, entries, strict=True):
             slot = slot_of.get(nonce)
             segment = slots.get(slot) if slot is not None else None
-            if segment is None or entry >= segment.boundary or segment.states[entry] != LIVE:
+            if segment is None or entry >= len(segment.states) or segment.states[entry] != LIVE:
                 found.append(None)
             else:
                 found.append(segment.slot << ENTRY_BITS | entry)
@@ -487,8 +467,15 @@ class Store:
                 self.attempts.pop(base + entry, None)
         segment.deleted += count
         self.items -= count
-        if segment.deleted == len(segment.states):
+        if segment.deleted == len(segment.states) and not self._grows(segment):
             self._drop(segment)
+
+    def _grows(self, segment: Segment) -> bool:
+        """Whether what was taken in is about to be stored in the segment."""
+        queue = segment.queue
+        is_last = queue.segments[-1:] == [segment]
+        has_room = len(segment.states) < self.backing.segment_items_max
+        return queue in self._fresh and is_last and has_room
 
     def _drop(self, segment: Segment) -> None:
         del self._slots[segment.slot]

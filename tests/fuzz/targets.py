@@ -20,7 +20,7 @@ from tests.harness import Bench
 from zfabric import catalog, config, config_text, keys
 from zfabric.access import KEY_ROLES, Grant
 from zfabric.batchfile import BadLine, Request, read_requests
-from zfabric.entries import Column, aligned, pack_entries
+from zfabric.entries import aligned, pack_entries
 from zfabric.errors import ConfigError, PeerError, StorageError
 from zfabric.protocol import FROM_BROKER, TO_BROKER, TRANSITIONS, decode, encode, packed
 from zfabric.scanning import scan_file
@@ -126,10 +126,10 @@ PLACE = Path("/s/it.seg")
 def _segment(items: int) -> tuple[bytes, list[bytes]]:
     payloads = [bytes([65 + k]) * (3 * k + 1) for k in range(items)]
     numbers = list(range(1, items + 1))
-    column = Column(
-        [9] * items, 3, numbers, [0] * items, 1_000, 5, [9] * items, bytes(items), payloads
-    )
-    pieces, _, _ = pack_entries(HEADER.nonce, HEADER.data_offset, 0, column)
+    rows = [
+        (9, 3, n, 0, 1_000, 9, 0, payload) for n, payload in zip(numbers, payloads, strict=True)
+    ]
+    pieces, _, _ = pack_entries(HEADER, HEADER.data_offset, 0, 5, rows)
     words = bytes(HEADER.data_offset - len(pack_header(HEADER)))
     return pack_header(HEADER) + words + b"".join(pieces), payloads
 

@@ -38,7 +38,7 @@ def outbox_freed_before_tombstone_is_synced() -> list[Any]:
             kept.file.write_tombstones(places)
         for kept in window.finished:
             self.descriptors.forget(kept.file.header.nonce)
-            self.files.unlink(kept.file.path)
+            self.files.unlink(kept.file.path())
         window.freed, window.finished = freed, finished
 
     return [mock.patch.object(FileBacking, "free_results", free_now)]

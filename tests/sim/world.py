@@ -620,8 +620,7 @@ class World:
     @staticmethod
     def untold(store: Any) -> int:
         """Items that are taken in and not stored yet."""
-        queues = store._dirty
-        return sum(len(s.states) - s.boundary for q in queues for s in q.segments)
+        return sum(map(len, store._fresh.values()))
 
     def heal(self) -> None:
         self.log.append(f"{self.now - self.began:7.2f} heals")
