@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from tests.sim.memfiles import ROOT, MemFiles
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
 from zfabric.engine import Result
+from zfabric.errors import NoSpace
 from zfabric.protocol import Status
 from zfabric.recovery import open_backing
 from zfabric.restore import restore
@@ -555,7 +556,7 @@ class World:
         if self._sync is not None and self.dispatcher is not None:
             self.files.end_sync(self._sync[1])
             self.dispatcher.synced()
-        if not self.files.full:
+        with suppress(NoSpace):
             self.backing.seal()
 
     # -- the run ------------------------------------------------------------------------------
