@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from zfabric.bench import hotpath, lengths, order, plot, policies, wall, waste
 from zfabric.bench.replay import CONTRACT, Classes, Replay, Totals, Windows
 from zfabric.cli import main
+from zfabric.cli.bench_policies import _about
 from zfabric.errors import ConfigError
 from zfabric.packing import Packed
 
@@ -299,6 +300,21 @@ def test_commands_print_a_table(words: list[str], capsys: pytest.CaptureFixture[
     assert main(["bench", *words]) == 0
     out = capsys.readouterr().out
     assert "machine" in out and "fill" in out
+
+
+def test_pipeline_measures_real_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shapes", "2", "--lanes", "8", "--backlogs", "6000", "--seconds", "1"]
+    assert main(["bench", "pipeline", *words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (row,) = report["rows"]
+    assert row["items_per_s"] > 0 and row["residual_items"] == 0
+    assert min(row[f"{who}_cpu_s_per_million"] for who in ("broker", "producer", "workers")) > 0
+    assert row["lanes_active"] == 16 and row["ack_p99_s"] >= row["ack_p50_s"] > 0
+
+
+def test_report_gives_shares_as_such_and_other_numbers_plainly() -> None:
+    assert _about("seconds", 8.0) == "8" and _about("size", 2_048) == "2,048"
+    assert _about("ceiling_ratio", 0.374) == "37.40%" and _about("not_here", []) == "-"
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,23 @@ def test_batch_that_never_arrives_is_revoked_at_the_end_of_its_lease() -> None:
     assert any(m.kind is Type.REVOKE for m in worker.inbox)
 
 
+def test_batch_that_crosses_a_goodbye_is_free_at_once() -> None:
+    bench, _, worker = begin(4)
+    bench.dispatch()
+    worker.send(Type.BYE, {"reason": "done for today"})
+    bench.settle()
+    assert (bench.status()["ready_items"], bench.status()["pending_items"]) == (4, 0)
+    assert not bench.fabric.store.attempts
+
+
+def test_batch_of_a_worker_that_just_vanishes_waits_as_it_may_have_begun() -> None:
+    bench, _, worker = begin(4)
+    bench.dispatch()
+    worker.cut()
+    bench.tick(1.0)
+    assert (bench.status()["ready_items"], bench.status()["pending_items"]) == (0, 4)
+
+
 def test_nobody_is_judged_before_inbound_is_drained() -> None:
     bench, _, worker = begin(4)
     bench.dispatch()

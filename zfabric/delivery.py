@@ -288,7 +288,7 @@ class Delivery:
             self._fabric.event("worker_left", f"{worker.name}: {reason}", now, worker=worker.name)
         else:
             self._fabric.event("worker_lost", f"{worker.name}: {reason}", now, worker=worker.name)
-        for parting in part(list(worker.held.values())):
+        for parting in part(list(worker.held.values()), orderly=kind == "left"):
             self._free(worker, parting.batch, parting.free, now, parting.batch.solo)
         if not worker.held:
             self._forget_absent()

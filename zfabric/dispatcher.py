@@ -273,7 +273,7 @@ class Dispatcher:
         """These keys count no more: who came with them is told, and is gone."""
         for peer in [p for p in self.peers.values() if p.key in keys]:
             self._send(peer, Type.ERROR, {"code": KEY_REVOKED, "text": "this key was revoked"})
-            self._gone(peer, "its key was revoked", now)
+            self._gone(peer, "its key was revoked", now, "revoked")
 
     def _gone(self, peer: Peer, reason: str, now: float, kind: str = "left") -> None:
         self.peers.pop(peer.address, None)

@@ -70,7 +70,7 @@ RECOVERY = (
     ("recovery_seconds", "seconds", "How long the last start took to recover."),
 )
 OUTCOMES = ("opened", "reused", "forced")
-LEFT = ("left", "unreachable", "silent", "connected_again")
+LEFT = ("left", "unreachable", "silent", "connected_again", "revoked")
 # The library would answer a scrape whatever the path.
 PATHS = ("/metrics", "/")
 

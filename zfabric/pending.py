@@ -129,14 +129,15 @@ class Pending:
         return charged
 
 
-def part(batches: Sequence[Batch]) -> list[Parting]:
+def part(batches: Sequence[Batch], *, orderly: bool = False) -> list[Parting]:
     """What becomes of a lost worker's batches, given in the order they were sent.
 
     What is not started is free at once. Started items wait, for the worker to come back or for
     the end of the lease. Where nothing was said to be started, the word may have died with the
-    worker: then the first batch is suspect and waits whole.
+    worker: then the first batch is suspect and waits whole. After an `orderly` goodbye nothing is:
+    it came behind all that was said.
     """
-    silent = not any(batch.was_started for batch in batches)
+    silent = not orderly and not any(batch.was_started for batch in batches)
     partings = []
     for k, batch in enumerate(batches):
         if silent and k == 0:

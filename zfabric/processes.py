@@ -77,9 +77,11 @@ class Processes:
         for process in reversed(self._started):
             try:
                 process.communicate(timeout=END_S)
-            except (subprocess.TimeoutExpired, ValueError):
+            except ValueError:
+                process.wait()  # its output has been read before
+            except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                process.communicate()
 
     def start(self, words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a command; its standard output can be read, what it says to people is dropped."""

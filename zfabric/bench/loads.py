@@ -8,6 +8,7 @@ of each payload and answers with a digest of 8 bytes. Times are seconds, sizes b
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import signal
@@ -37,6 +38,8 @@ CHUNKS = 256
 # Batches on their way to a worker: one that only touches bytes is done in half a millisecond, and
 # the two that a GPU asks for would leave it waiting for the next turn of the broker's loop.
 WINDOW = 8
+# A worker that is told to end hands in what it has, and waits so long for the broker to have it.
+LEAVE_S = 3.0
 
 
 class Latencies:
@@ -118,7 +121,11 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
     socket = connect_dealer(context, address)
     session.open(time.monotonic())
     session.serve(True, {})
-    while not ending.is_set():
+    leave_by = math.inf
+    while not (session.settled and ending.is_set()) and time.monotonic() < leave_by:
+        if ending.is_set() and not session.leaving:
+            session.drain()
+            leave_by = time.monotonic() + LEAVE_S
         _send(session, socket)
         socket.poll(100)
         now = time.monotonic()

@@ -247,10 +247,6 @@ def _whole(number: float | None) -> str:
     return "-" if number is None else f"{number:,.0f}"
 
 
-def _plain(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else _share(value)
-
-
 def _ratio(cost: float | None) -> str:
     return "-" if cost is None else f"{cost:.4f}"
 
@@ -348,11 +344,15 @@ def _check_counts(args: argparse.Namespace) -> int:
     return 1 if any((row["growth"] or 0) > policies.GROWTH_MAX - 1 for row in rows) else 0
 
 
-def _about(value: object) -> str:
+def _about(name: str, value: object) -> str:
     """What a report says of its load."""
     if isinstance(value, list):
         return "; ".join(map(str, value)) or "-"
-    return _plain(value) if isinstance(value, int | float) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return _share(value) if name.endswith("_ratio") else f"{value:g}"
+    return str(value)
 
 
 def print_rows(
@@ -368,7 +368,7 @@ def print_rows(
         return
     show_head(top)
     if about:
-        common.show(common.pairs([(k, _about(v)) for k, v in about.items()]) + "\n")
+        common.show(common.pairs([(k, _about(k, v)) for k, v in about.items()]) + "\n")
     headers = [name.removesuffix("_ratio") for name in shown]
     common.show(
         common.table(headers, [[f(row[name]) for name, f in shown.items()] for row in rows])
