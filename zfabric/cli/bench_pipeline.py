@@ -132,6 +132,8 @@ def _pipeline(args: argparse.Namespace) -> int:
             rows.append(_tried(lambda: pipeline.run(
                 case, directory, args.size, args.seconds, trace, progress  # noqa: B023 - called here
             )))  # fmt: skip
+        rate, cpu_s = (rows[-1][name] for name in ("items_per_s", "broker_cpu_s_per_million"))
+        common.say(f"zfabric: {rate:,.0f} items/s, {cpu_s:.3g} s of the broker's CPU a million")
     shown: dict[str, Callable[[Any], str]] = {
         "shapes": _plain, "lanes": _plain, "backlog": _plain, "durability": str,
         "items_per_s": _plain, "broker_cpu_s_per_million": _short,
