@@ -149,7 +149,7 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     hole = Hole(0, 1, segment.file.begin_of(0), segment.file.end_of(0))
     bench.backing._open_window.holes.append((segment, [hole]))
     worker.done(last)
-    bench.backing.seal()
+    bench.backing.seal(unwritten=bench.fabric.store.unwritten)
     bench.disk.size = 50_000_000
     bench.crash()
     again(bench, producer)

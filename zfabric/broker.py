@@ -246,7 +246,7 @@ class Broker:
             self._sync.exception()
             self._end_sync()
         with contextlib.suppress(NoSpace):
-            self._backing.seal()
+            self._backing.seal(unwritten=self.dispatcher.fabric.store.unwritten)
 
     def _serve(self, until: Callable[[], bool]) -> None:
         while not (self._stop_asked.is_set() or until()):

@@ -56,6 +56,8 @@ CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
 )
 # Empty directories are looked for this often, so many at a time, some 50 us each.
 SWEEP_S, SWEPT_MAX = 5.0, 1_000
+# Windows of an orderly end: results, their tombstones, the records of files, their end; and some.
+SEALING_WINDOWS_MAX = 8
 # Directory names longer than this are cut and made unique by a digest.
 NAME_CHARS_MAX = 180
 
@@ -342,7 +344,9 @@ class FileBacking:
         if window.partial:
             # The floors do not cover the numbers of all that is in a file.
             following.holes += window.holes
+            following.later += window.later
             window.holes.clear()
+            window.later.clear()
         if window.retired or window.finished or window.holes:
             # A file may only go when the catalog says what its entries had shown.
             for owner, (upto, seq) in self._floors.items():
@@ -362,10 +366,11 @@ class FileBacking:
     def _mark(self, window: Window) -> None:
         """Unlink and mark what is over; what is done is no longer in the window."""
         while window.unlink:
-            file = window.unlink[-1]
+            # The oldest first: results are in sequence, and a gap in it would look like a loss.
+            file = window.unlink[0]
             path = file.path()
             self.files.unlink(path)
-            window.unlink.pop()
+            del window.unlink[0]
             if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
                 (self.files.let_go or self.files.close)(descriptor)
             self._left[path.parent] = None
@@ -390,7 +395,11 @@ class FileBacking:
         if segment.deleted == len(segment.states):
             return
         words, lengths = segment.file.words(), segment.lengths
+        known = segment.holes = segment.holes or []
         for hole in holes:
+            # One that had to wait may have been found again meanwhile, or within a longer one.
+            if any(hole.first < other.stop and other.first < hole.stop for other in known):
+                continue
             counts: dict[int, tuple[int, int]] = {}
             for place in range(hole.first, hole.stop):
                 items, tokens = counts.get(words[place], (0, 0))
@@ -399,7 +408,7 @@ class FileBacking:
             self.record(t="hole", nonce=segment.nonce, hole=list(hole), ended=ended)
             following.punches.append((segment.file, hole.begin, hole.end))
             self.segment_bytes -= hole.end - hole.begin
-        segment.holes = (segment.holes or []) + holes
+            known.append(hole)
 
     def _record_retired(self, segment: FileSegment) -> None:
         counts = segment.counts or {}
@@ -428,19 +437,24 @@ class FileBacking:
         for owner, above in numbers.items():
             self.record(t="floor", i=owner, upto=0, seq=0, above=above)
 
-    def seal(self) -> None:
+    def seal(self, *, unwritten: bool = False) -> None:
         """Say that everything is on the device: the broker ends in order. Raises StorageError.
 
-        Floors that are still owed speak of items that a full disk did not take: they are not kept.
+        Nothing is said where a full disk did not take all: neither of items that are `unwritten`,
+        whose numbers are owed, nor of state words. The next start then looks as after a crash.
         """
-        partial = bool(self._owed_floors)
         # Holes must wait for whole windows, and there may be none any more.
         self._open_window.holes.clear()
-        while self.has_work:
-            window = self.begin({}, partial=partial)
+        for _ in range(SEALING_WINDOWS_MAX):
+            if not self.has_work:
+                break
+            window = self.begin({}, partial=unwritten or bool(self._owed_floors))
             self.sync()
             self.end(window)
         self._sweep(len(self._left))
+        if unwritten or self._owed_floors or self.has_work:
+            self.sync()
+            return
         self.window += 1
         self._append_log([catalogs.pack_window(self.window)])
         self.sync()

@@ -236,8 +236,11 @@ class Backing(Protocol):
     def sync(self) -> None:
         """Make what is written durable; may run in another thread."""
 
-    def seal(self) -> None:
-        """The broker ends in order: what is written is durable, and a restart may rely on it."""
+    def seal(self, *, unwritten: bool = False) -> None:
+        """The broker ends in order: what is written is durable, and a restart may rely on it.
+
+        `unwritten` says that items were taken in that are not stored.
+        """
 
     def close(self) -> None:
         """Let go of everything."""
@@ -378,7 +381,7 @@ class MemoryBacking:
     def sync(self) -> None:
         """See Backing."""
 
-    def seal(self) -> None:
+    def seal(self, *, unwritten: bool = False) -> None:
         """See Backing."""
 
     def close(self) -> None:

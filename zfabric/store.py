@@ -166,6 +166,7 @@ class Store:
             except NoSpace:
                 # What is left of this queue is neither visible nor promised; it is tried again.
                 self.no_space = True
+                self._give_way()
                 break
             stored.append(queue)
             if writes_max is not None and writes >= writes_max:
@@ -475,7 +476,14 @@ class Store:
         queue = segment.queue
         is_last = queue.segments[-1:] == [segment]
         has_room = len(segment.states) < self.backing.segment_items_max
-        return queue in self._fresh and is_last and has_room
+        return queue in self._fresh and is_last and has_room and not self.no_space
+
+    def _give_way(self) -> None:
+        """There is no room: a file of which all is over is not kept for what waits."""
+        for queue in self._fresh:
+            last = queue.segments[-1] if queue.segments else None
+            if last is not None and last.states and last.deleted == len(last.states):
+                self._drop(last)
 
     def _drop(self, segment: Segment) -> None:
         del self._slots[segment.slot]

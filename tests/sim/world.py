@@ -557,7 +557,8 @@ class World:
             self.files.end_sync(self._sync[1])
             self.dispatcher.synced()
         with suppress(NoSpace):
-            self.backing.seal()
+            unwritten = self.dispatcher is not None and self.fabric.store.unwritten
+            self.backing.seal(unwritten=unwritten)
 
     # -- the run ------------------------------------------------------------------------------
 
