@@ -307,8 +307,11 @@ def test_message_of_another_key_under_a_known_routing_id_is_refused(secured):
         alice.disconnect(f"tcp://127.0.0.1:{port}")
         alice.connect(f"tcp://127.0.0.1:{port}")
         alice.send_multipart(hello)
-        assert alice.poll(5_000)
-        assert decode(alice.recv_multipart(), FROM_BROKER).kind is Type.WELCOME
+        kinds = [Type.HEARTBEAT]
+        while kinds[-1] is Type.HEARTBEAT:
+            assert alice.poll(5_000)
+            kinds.append(decode(alice.recv_multipart(), FROM_BROKER).kind)
+        assert kinds[-1] is Type.WELCOME
     with raw(secured, port, load_client_key(secured.key("bob"))) as bob:
         bob.setsockopt(zmq.ROUTING_ID, b"chosen")
         bob.disconnect(f"tcp://127.0.0.1:{port}")
