@@ -343,6 +343,9 @@ class FileBacking:
             # The floors do not cover the numbers of all that is in a file.
             following.holes += window.holes
             window.holes.clear()
+            # Nor is every item there whose record may go.
+            following.later += window.later
+            window.later.clear()
         if window.retired or window.finished or window.holes:
             # A file may only go when the catalog says what its entries had shown.
             for owner, (upto, seq) in self._floors.items():
@@ -436,6 +439,9 @@ class FileBacking:
         partial = bool(self._owed_floors)
         # Holes must wait for whole windows, and there may be none any more.
         self._open_window.holes.clear()
+        if partial:
+            # A requeued item may not be there; a restart drops the record of one that is.
+            self._open_window.later.clear()
         while self.has_work:
             window = self.begin({}, partial=partial)
             self.sync()
