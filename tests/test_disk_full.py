@@ -54,6 +54,21 @@ class FullBench(DiskBench):
         self.backing.room.min_free_bytes = self.min_free
 
 
+def with_a_dead_item(bench: FullBench, *, payload: bytes) -> FakeProducer:
+    """A producer whose one item was given up; no worker is left."""
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100], payload=payload)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    worker.cut()
+    assert producer.results == {1: [Status.DEAD]}
+    return producer
+
+
 def refusals(producer: FakeProducer) -> list[str]:
     return [
         m.fields["code"] for m in producer.inbox if m.kind is Type.ACCEPTED and "code" in m.fields
@@ -154,4 +169,47 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     bench.crash()
     again(bench, producer)
     assert producer.upto == 20
+    bench.check()
+
+
+def replies(producer: FakeProducer) -> list[bool]:
+    return [m.fields["ok"] for m in producer.inbox if m.kind is Type.REPLY]
+
+
+@pytest.mark.parametrize("ends", ["killed", "in order"])
+def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, ends: str) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    bench.disk.size = bench.disk.used() + 20_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    for _ in range(5):
+        bench.tick(0.3)
+    assert bench.fabric.store.no_space
+    assert replies(producer) == []
+    if ends == "in order":
+        bench.backing.seal()
+    bench.disk.size = 50_000_000
+    bench.crash()
+    assert [record.number for record in bench.fabric.dead] == [1]
+    assert bench.fabric.store.items == 0
+    bench.check()
+
+
+def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    bench.disk.size = bench.disk.used() + 20_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    bench.tick(0.3)
+    bench.disk.size = 50_000_000
+    bench.tick(0.3)
+    assert replies(producer) == [True]
+    bench.crash()
+    again(bench, producer)
+    assert not len(bench.fabric.dead)
+    run_all(bench, bench.worker())
+    assert sorted(status for statuses in producer.results.values() for status in statuses) == [
+        Status.OK,
+        Status.DEAD,
+    ]
     bench.check()

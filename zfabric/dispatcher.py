@@ -259,7 +259,10 @@ class Dispatcher:
         except PeerError as error:
             text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
             answer = {"id": number, "ok": False, "text": text}
-        self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
+        if op in operate.TAKES_IN and answer["ok"]:
+            self._intake.owe_reply(peer, answer)
+        else:
+            self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
 
     # -- going --------------------------------------------------------------------------------
 

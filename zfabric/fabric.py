@@ -448,6 +448,8 @@ class Fabric:
         self.retries[number] = record.number
         self.store.backing.record(t="retry", number=number, of=record.number)
         self.accept(record.shape, producer, [number], [record.length], [record.payload], now)
+        # The backing keeps its floor, and so knows that something of it waits to be written.
+        self.touched.add(producer.index)
         return number
 
     def _shape_of(self, ref: int) -> Shape:
