@@ -40,9 +40,20 @@ class SmallDisk(OsFiles):
         return max(0, self.size - self.used())
 
 
+class NoInodes(SmallDisk):
+    """A disk with bytes enough that at times takes no new file."""
+
+    takes_files = True
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        if create and not self.takes_files and not path.exists():
+            raise NoSpace(f"{path}: No space left on device")
+        return super().open(path, create=create)
+
+
 class FullBench(DiskBench):
     def __init__(self, root: Path, size: int, *, min_free: int, **config: object) -> None:
-        self.disk = SmallDisk(root, size)
+        self.disk = NoInodes(root, size)
         self.min_free = min_free
         super().__init__(root, **config)  # type: ignore[arg-type]
 
@@ -212,4 +223,30 @@ def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: 
         Status.OK,
         Status.DEAD,
     ]
+    bench.check()
+
+
+def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x")
+    bench.disk.takes_files = False
+    waiting = []
+    for _ in range(20):
+        producer.submit([100] * 8, Shape.of("m", "new"), payload=bytes(10_000))
+        bench.tick(0.3)
+        waiting.append(bench.fabric.store.items)
+    assert bench.backing.full(bench.now) is None
+    assert waiting == [8] * 20
+    assert producer.upto == 1
+    assert "inodes" in producer.ask("dead.requeue", all=True)
+    assert bench.status()["storage"]["full"].startswith("the disk is full")
+    bench.disk.takes_files = True
+    bench.tick(0.3)
+    # Nobody sent anything: what waited was written, and the refusal says where to go on.
+    assert producer.upto == 9
+    assert refusals(producer) == ["storage_full"]
+    producer.submit([100] * 8, Shape.of("m", "new"), numbers=list(range(10, 18)), after=9)
+    bench.tick(1.0)
+    assert producer.upto == 17
+    assert bench.status()["storage"]["full"] is None
     bench.check()

@@ -163,7 +163,7 @@ class Intake:
         config, wanted = self._fabric.config, len(sizes) - start
         if self.draining:
             return self._Room(0, "draining", "the broker is draining and takes nothing new")
-        no_space = self._fabric.store.backing.full(now)
+        no_space = self._fabric.full(now)
         if no_space is not None:
             return self._Room(0, "storage_full", no_space)
         own = config.producer_items_max - producer.outstanding

@@ -188,7 +188,7 @@ class Operations:
 
     def _dead_requeue(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
-        no_space = self._fabric.store.backing.full(now)
+        no_space = self._fabric.full(now)
         if no_space is not None:
             raise PeerError("storage_full", no_space)
         for record_id in chosen:
