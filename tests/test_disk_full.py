@@ -198,6 +198,8 @@ def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, 
     assert bench.fabric.store.no_space
     assert replies(producer) == []
     if ends == "in order":
+        bench.backing.sync()
+        bench.dispatcher.synced()
         bench.backing.seal()
     bench.disk.size = 50_000_000
     bench.crash()
