@@ -252,3 +252,53 @@ def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path
     assert producer.upto == 17
     assert bench.status()["storage"]["full"] is None
     bench.check()
+
+
+@pytest.mark.parametrize("room", [20_000, 50_000_000])
+def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0)
+    producer = bench.producer()
+    producer.submit([100] * 4, payload=b"x" * 2_000)
+    bench.settle()
+    full = bench.disk.size = bench.disk.used() + 1_000
+    for name in ("b", "c"):
+        producer.submit([100] * 5, Shape.of("m", name), payload=b"x" * 2_000)
+    bench.settle()
+    producer.ask("producers.cancel", name="job")
+    for _ in range(20):
+        bench.tick(0.3)
+        assert not bench.dispatcher.busy
+    assert set(producer.results) <= set(range(1, 5))
+    worker = bench.worker("gpu1", instance=2)
+    bench.disk.size = full + room
+    for _ in range(3):
+        bench.tick(0.3)
+        assert bench.dispatch() == 0
+    assert bench.status()["cancelled_items"] == (9 if room == 20_000 else 14)
+    bench.disk.size = 50_000_000
+    for _ in range(3):
+        bench.tick(0.3)
+        assert bench.dispatch() == 0
+    assert producer.results == {n: [Status.CANCELLED] for n in range(1, 15)}
+    producer.submit([100], Shape.of("m", "b"))
+    run_all(bench, worker)
+    assert producer.results[15] == [Status.OK]
+    bench.check()
+
+
+def test_cancel_leaves_what_is_submitted_after_it(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    # A sync runs, and what comes in meanwhile is written when it is over.
+    producer.submit([100])
+    bench.dispatcher.flush(bench.now)
+    assert bench.dispatcher.sync_wanted
+    producer.submit([100])
+    producer.send(Type.REQUEST, {"id": 1, "op": "producers.cancel", "args": {"name": "job"}})
+    bench.dispatcher.tick(bench.now, 1e6, drained=True)
+    producer.submit([100])
+    bench.settle()
+    bench.tick(0.3)
+    run_all(bench, bench.worker())
+    assert producer.results == {1: [Status.CANCELLED], 2: [Status.CANCELLED], 3: [Status.OK]}
+    bench.check()
