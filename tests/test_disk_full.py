@@ -254,7 +254,7 @@ def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path
     bench.check()
 
 
-@pytest.mark.parametrize("room", [20_000, 50_000_000])
+@pytest.mark.parametrize("room", [180_000, 50_000_000])
 def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0)
     producer = bench.producer()
@@ -262,7 +262,7 @@ def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -
     bench.settle()
     full = bench.disk.size = bench.disk.used() + 1_000
     for name in ("b", "c"):
-        producer.submit([100] * 5, Shape.of("m", name), payload=b"x" * 2_000)
+        producer.submit([100] * 5, Shape.of("m", name), payload=b"x" * 20_000)
     bench.settle()
     producer.ask("producers.cancel", name="job")
     for _ in range(20):
@@ -274,7 +274,7 @@ def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -
     for _ in range(3):
         bench.tick(0.3)
         assert bench.dispatch() == 0
-    assert bench.status()["cancelled_items"] == (9 if room == 20_000 else 14)
+    assert bench.status()["cancelled_items"] == (9 if room == 180_000 else 14)
     bench.disk.size = 50_000_000
     for _ in range(3):
         bench.tick(0.3)
