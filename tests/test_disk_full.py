@@ -274,7 +274,8 @@ def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -
     for _ in range(3):
         bench.tick(0.3)
         assert bench.dispatch() == 0
-    assert bench.status()["cancelled_items"] == (9 if room == 180_000 else 14)
+    # Where one shape alone fits, its end makes room for the other.
+    assert bench.status()["cancelled_items"] == 14
     bench.disk.size = 50_000_000
     for _ in range(3):
         bench.tick(0.3)
