@@ -40,9 +40,20 @@ class SmallDisk(OsFiles):
         return max(0, self.size - self.used())
 
 
+class NoInodes(SmallDisk):
+    """A disk with bytes enough that at times takes no new file."""
+
+    takes_files = True
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        if create and not self.takes_files and not path.exists():
+            raise NoSpace(f"{path}: No space left on device")
+        return super().open(path, create=create)
+
+
 class FullBench(DiskBench):
     def __init__(self, root: Path, size: int, *, min_free: int, **config: object) -> None:
-        self.disk = SmallDisk(root, size)
+        self.disk = NoInodes(root, size)
         self.min_free = min_free
         super().__init__(root, **config)  # type: ignore[arg-type]
 
@@ -52,6 +63,21 @@ class FullBench(DiskBench):
     def start_broker(self, boot: int) -> None:
         super().start_broker(boot)
         self.backing.room.min_free_bytes = self.min_free
+
+
+def with_a_dead_item(bench: FullBench, *, payload: bytes) -> FakeProducer:
+    """A producer whose one item was given up; no worker is left."""
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100], payload=payload)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    worker.cut()
+    assert producer.results == {1: [Status.DEAD]}
+    return producer
 
 
 def refusals(producer: FakeProducer) -> list[str]:
@@ -154,4 +180,126 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     bench.crash()
     again(bench, producer)
     assert producer.upto == 20
+    bench.check()
+
+
+def replies(producer: FakeProducer) -> list[bool]:
+    return [m.fields["ok"] for m in producer.inbox if m.kind is Type.REPLY]
+
+
+@pytest.mark.parametrize("ends", ["killed", "in order"])
+def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, ends: str) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    bench.disk.size = bench.disk.used() + 20_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    for _ in range(5):
+        bench.tick(0.3)
+    assert bench.fabric.store.no_space
+    assert replies(producer) == []
+    if ends == "in order":
+        bench.backing.sync()
+        bench.dispatcher.synced()
+        bench.backing.seal()
+    bench.disk.size = 50_000_000
+    bench.crash()
+    assert [record.number for record in bench.fabric.dead] == [1]
+    assert bench.fabric.store.items == 0
+    bench.check()
+
+
+def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    bench.disk.size = bench.disk.used() + 20_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    bench.tick(0.3)
+    bench.disk.size = 50_000_000
+    bench.tick(0.3)
+    assert replies(producer) == [True]
+    bench.crash()
+    again(bench, producer)
+    assert not len(bench.fabric.dead)
+    run_all(bench, bench.worker())
+    assert sorted(status for statuses in producer.results.values() for status in statuses) == [
+        Status.OK,
+        Status.DEAD,
+    ]
+    bench.check()
+
+
+def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path: Path) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x")
+    bench.disk.takes_files = False
+    waiting = []
+    for _ in range(20):
+        producer.submit([100] * 8, Shape.of("m", "new"), payload=bytes(10_000))
+        bench.tick(0.3)
+        waiting.append(bench.fabric.store.items)
+    assert bench.backing.full(bench.now) is None
+    assert waiting == [8] * 20
+    assert producer.upto == 1
+    assert "inodes" in producer.ask("dead.requeue", all=True)
+    assert bench.status()["storage"]["full"].startswith("the disk is full")
+    bench.disk.takes_files = True
+    bench.tick(0.3)
+    # Nobody sent anything: what waited was written, and the refusal says where to go on.
+    assert producer.upto == 9
+    assert refusals(producer) == ["storage_full"]
+    producer.submit([100] * 8, Shape.of("m", "new"), numbers=list(range(10, 18)), after=9)
+    bench.tick(1.0)
+    assert producer.upto == 17
+    assert bench.status()["storage"]["full"] is None
+    bench.check()
+
+
+@pytest.mark.parametrize("room", [180_000, 50_000_000])
+def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0)
+    producer = bench.producer()
+    producer.submit([100] * 4, payload=b"x" * 2_000)
+    bench.settle()
+    full = bench.disk.size = bench.disk.used() + 1_000
+    for name in ("b", "c"):
+        producer.submit([100] * 5, Shape.of("m", name), payload=b"x" * 20_000)
+    bench.settle()
+    producer.ask("producers.cancel", name="job")
+    for _ in range(20):
+        bench.tick(0.3)
+        assert not bench.dispatcher.busy
+    assert set(producer.results) <= set(range(1, 5))
+    worker = bench.worker("gpu1", instance=2)
+    bench.disk.size = full + room
+    for _ in range(3):
+        bench.tick(0.3)
+        assert bench.dispatch() == 0
+    # Where one shape alone fits, its end makes room for the other.
+    assert bench.status()["cancelled_items"] == 14
+    bench.disk.size = 50_000_000
+    for _ in range(3):
+        bench.tick(0.3)
+        assert bench.dispatch() == 0
+    assert producer.results == {n: [Status.CANCELLED] for n in range(1, 15)}
+    producer.submit([100], Shape.of("m", "b"))
+    run_all(bench, worker)
+    assert producer.results[15] == [Status.OK]
+    bench.check()
+
+
+def test_cancel_leaves_what_is_submitted_after_it(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    # A sync runs, and what comes in meanwhile is written when it is over.
+    producer.submit([100])
+    bench.dispatcher.flush(bench.now)
+    assert bench.dispatcher.sync_wanted
+    producer.submit([100])
+    producer.send(Type.REQUEST, {"id": 1, "op": "producers.cancel", "args": {"name": "job"}})
+    bench.dispatcher.tick(bench.now, 1e6, drained=True)
+    producer.submit([100])
+    bench.settle()
+    bench.tick(0.3)
+    run_all(bench, bench.worker())
+    assert producer.results == {1: [Status.CANCELLED], 2: [Status.CANCELLED], 3: [Status.OK]}
     bench.check()

@@ -15,7 +15,7 @@ from zfabric.client import Client
 from zfabric.config import BrokerConfig
 from zfabric.errors import StorageError
 from zfabric.osfiles import OsFiles
-from zfabric.protocol import Status, Type
+from zfabric.protocol import FROM_BROKER, Status, Type, decode
 from zfabric.recovery import open_backing
 from zfabric.results import Item
 from zfabric.shapes import Shape
@@ -253,6 +253,36 @@ def test_answer_to_a_requeue_waits_until_it_is_kept(tmp_path: Path) -> None:
     assert not bench.dispatcher.outgoing
     bench.settle()
     assert [m.kind for m in producer.inbox if m.kind is Type.REPLY] == [Type.REPLY]
+
+
+def test_requeue_among_more_than_a_window_writes_is_answered_when_its_item_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfabric.dispatcher.WRITES_MAX", 2)
+    monkeypatch.setattr("zfabric.dispatcher.CUT_TURNS_MAX", 2)
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100])
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "engine_exit")
+    bench.settle()
+    # Each shape is a file of its own, and all are written before the item that is requeued.
+    producer.submit([100] * 60, [Shape.of("m", f"s{k}") for k in range(60)])
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    syncs = bench.backing.syncs
+    while bench.backing.syncs < syncs + 3:
+        bench.dispatcher.flush(bench.now)
+        if bench.dispatcher.sync_wanted:
+            bench.backing.sync()
+            bench.dispatcher.synced()
+    assert bench.fabric.store.unwritten
+    told = [decode(parcel.frames, FROM_BROKER).kind for parcel in bench.dispatcher.outgoing]
+    assert Type.REPLY not in told
+    bench.crash()
+    assert [record.number for record in bench.fabric.dead] == [1]
 
 
 # -- a catalog that is made anew ------------------------------------------------------------------

@@ -94,7 +94,9 @@ class Dispatcher:
         self._cut_turns = 0
         self._due: deque[Parcel] = deque()
         self._upkeep = Upkeep(self.fabric)
-        self._chores: deque[Iterator[None]] = deque()
+        self._chores: deque[Iterator[bool]] = deque()
+        # those that go on when more is written
+        self._resting: deque[Iterator[bool]] = deque()
         self._started_s: float | None = None
         self._now = 0.0  # of the latest tick, for chores that run across ticks
         self.draining_since: float | None = None
@@ -259,7 +261,10 @@ class Dispatcher:
         except PeerError as error:
             text = f"{error.code}: {error.text}"[:REPLY_TEXT_MAX]
             answer = {"id": number, "ok": False, "text": text}
-        self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
+        if op in operate.TAKES_IN and answer["ok"]:
+            self._intake.owe_reply(peer, answer)
+        else:
+            self._send(peer, Type.REPLY, answer, promise=op in operate.CHANGES)
 
     # -- going --------------------------------------------------------------------------------
 
@@ -327,8 +332,9 @@ class Dispatcher:
     def _work_off_chores(self) -> None:
         for _ in range(len(self._chores)):
             chore = self._chores.popleft()
-            if next(chore, self) is not self:
-                self._chores.append(chore)
+            goes_on = next(chore, None)
+            if goes_on is not None:
+                (self._chores if goes_on else self._resting).append(chore)
 
     @property
     def busy(self) -> bool:
@@ -355,7 +361,11 @@ class Dispatcher:
 
     def _publish(self, now: float) -> None:
         """Write items and promise them; what is left, and all after it, waits for another turn."""
-        self.fabric.publish(now, WRITES_MAX)
+        readied = self.fabric.publish(now, WRITES_MAX)
+        if self._resting and (readied or not self.fabric.store.unwritten):
+            # Now, before any of it is handed out.
+            self._chores, self._resting = self._resting + self._chores, deque()
+            self._work_off_chores()
         self._cut_turns += self.writing
         if self.fabric.store.no_space:
             self.fabric.count("storage_full_turns")
@@ -446,7 +456,8 @@ class Dispatcher:
     # -- small parts ------------------------------------------------------------------------------
 
     def _cancel(self, producer: Producer) -> None:
-        self._chores.append(operate.cancelling(self.fabric, producer, lambda: self._now))
+        last = max(producer.upto, max(producer.above, default=0))
+        self._chores.append(operate.cancelling(self.fabric, producer, last, lambda: self._now))
 
     def _forget(self, producer: Producer, now: float) -> None:
         self._cancel(producer)

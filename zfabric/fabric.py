@@ -195,6 +195,17 @@ class Fabric:
         unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
         return limit - unread - self.store.memory_bytes
 
+    def full(self, now: float) -> str | None:
+        """Why nothing new may be taken in, or None where there is room.
+
+        A disk may have no room for a new file though bytes are free: inodes, or a quota. What was
+        taken in waits in memory then, and nothing may join it.
+        """
+        reason = self.store.backing.full(now)
+        if reason is None and self.store.no_space:
+            reason = "the disk is full: what was taken in cannot be written (bytes, inodes, quota?)"
+        return reason
+
     # -- accept -------------------------------------------------------------------------------
 
     def accept(
@@ -448,6 +459,8 @@ class Fabric:
         self.retries[number] = record.number
         self.store.backing.record(t="retry", number=number, of=record.number)
         self.accept(record.shape, producer, [number], [record.length], [record.payload], now)
+        # The backing keeps its floor, and so knows that something of it waits to be written.
+        self.touched.add(producer.index)
         return number
 
     def _shape_of(self, ref: int) -> Shape:

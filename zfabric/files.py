@@ -113,6 +113,8 @@ class FileBacking:
         # something was written that no sync has covered
         self.dirty = False
         self._open_window = Window()
+        # what partial windows may not do, for the next whole one
+        self._put_off = Window()
         self._log: list[bytes] = []
         self._log_path = files.root / CATALOG
         self._log_end = 0
@@ -314,6 +316,9 @@ class FileBacking:
         """
         self._owed_floors.update(floors)
         self.write()
+        if not partial:
+            self._open_window.absorb(self._put_off)
+            self._put_off = Window()
         window, self._open_window = self._open_window, Window()
         # Floors speak of all that was taken in; items that found no room are not stored.
         window.partial = partial
@@ -343,8 +348,9 @@ class FileBacking:
             return
         if window.partial:
             # The floors do not cover the numbers of all that is in a file.
-            following.holes += window.holes
-            following.later += window.later
+            # Nor is every item there whose record may go.
+            self._put_off.holes += window.holes
+            self._put_off.later += window.later
             window.holes.clear()
             window.later.clear()
         if window.retired or window.finished or window.holes:
@@ -445,14 +451,19 @@ class FileBacking:
         """
         # Holes must wait for whole windows, and there may be none any more.
         self._open_window.holes.clear()
+        self._put_off.holes.clear()
+        partial = unwritten or bool(self._owed_floors)
+        if partial:
+            # A requeued item may not be there; a restart drops the record of one that is.
+            self._open_window.later.clear()
         for _ in range(SEALING_WINDOWS_MAX):
             if not self.has_work:
                 break
-            window = self.begin({}, partial=unwritten or bool(self._owed_floors))
+            window = self.begin({}, partial=partial)
             self.sync()
             self.end(window)
         self._sweep(len(self._left))
-        if unwritten or self._owed_floors or self.has_work:
+        if partial or self.has_work:
             self.sync()
             return
         self.window += 1

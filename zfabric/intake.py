@@ -52,6 +52,8 @@ class Intake:
         self.full = False
         # producers that are owed an ACCEPTED, with the refusal it carries
         self._owed: dict[int, Refusal | None] = {}
+        # peers that are owed a REPLY about items that were taken in
+        self._owed_replies: list[tuple[Peer, dict[str, Any]]] = []
 
     # -- coming and going ---------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class Intake:
         config, wanted = self._fabric.config, len(sizes) - start
         if self.draining:
             return self._Room(0, "draining", "the broker is draining and takes nothing new")
-        no_space = self._fabric.store.backing.full(now)
+        no_space = self._fabric.full(now)
         if no_space is not None:
             return self._Room(0, "storage_full", no_space)
         own = config.producer_items_max - producer.outstanding
@@ -271,8 +273,12 @@ class Intake:
 
     # -- answering ----------------------------------------------------------------------------
 
+    def owe_reply(self, peer: Peer, fields: dict[str, Any]) -> None:
+        """Answer a request that took in items, when they are published."""
+        self._owed_replies.append((peer, fields))
+
     def acknowledge(self) -> None:
-        """Send the ACCEPTED that are owed. Call after what they speak of has been published."""
+        """Send what is owed. Call after all that was taken in has been published."""
         for index, refusal in self._owed.items():
             producer = self._fabric.producers[index]
             if producer is None or producer.peer is None:
@@ -282,6 +288,9 @@ class Intake:
                 fields |= {"from": refusal.first, "code": refusal.code, "text": refusal.text}
             self._send(producer.peer, Type.ACCEPTED, fields)
         self._owed.clear()
+        for peer, answer in self._owed_replies:
+            self._send(peer, Type.REPLY, answer, promise=True)
+        self._owed_replies.clear()
 
     def result_ack(self, producer: Producer, upto: int) -> None:
         """The producer has its results up to sequence number `upto`. Raises PeerError past last."""

@@ -15,12 +15,14 @@ from zfabric.fabric import Fabric
 from zfabric.groups import Group, Model
 from zfabric.outbox import error_payload
 from zfabric.peers import Producer
-from zfabric.protocol import Status
+from zfabric.protocol import NUMBER_MAX, Status
 from zfabric.words import counted
 
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
 CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget"})
+# Those of them that take in items: their answer waits until these are written, too.
+TAKES_IN = frozenset({"dead.requeue"})
 # Items cancelled in a turn, some 100 us each on disk.
 CANCEL_ITEMS = 256
 # Names in an error text; a list of all would be longer than a text may be.
@@ -186,7 +188,7 @@ class Operations:
 
     def _dead_requeue(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)
-        no_space = self._fabric.store.backing.full(now)
+        no_space = self._fabric.full(now)
         if no_space is not None:
             raise PeerError("storage_full", no_space)
         for record_id in chosen:
@@ -237,17 +239,33 @@ class Operations:
         return {"name": producer.name, "dropped_results": results}
 
 
-def cancelling(fabric: Fabric, producer: Producer, clock: Callable[[], float]) -> Iterator[None]:
-    """End what waits of a producer, some items a turn, so that the loop goes on meanwhile."""
+def cancelling(
+    fabric: Fabric, producer: Producer, last: int, clock: Callable[[], float]
+) -> Iterator[bool]:
+    """End what waits of a producer up to its number `last`, some items a turn.
+
+    Where items wait to be written, too, it goes over all once more when some or all of them were.
+    Yields whether the next turn may go on; else it is the one behind the next writing that may.
+    """
     payload = error_payload("cancelled", "cancelled by an operator")
-    for group in list(fabric.groups.values()):
-        for queue in list(group.queues.values()):
-            refs = fabric.store.peek_all(queue)
-            for start in range(0, len(refs), CANCEL_ITEMS):
-                some = refs[start : start + CANCEL_ITEMS]
-                for ref in fabric.store.waiting_of(some, producer.index):
-                    fabric.end(ref, Status.CANCELLED, payload, clock())
-                yield
+    whole = False
+    while not whole:
+        whole, seen = not fabric.store.unwritten, 0
+        for group in list(fabric.groups.values()):
+            for queue in list(group.queues.values()):
+                refs = fabric.store.peek_all(queue)
+                for start in range(0, len(refs), CANCEL_ITEMS):
+                    some = refs[start : start + CANCEL_ITEMS]
+                    if seen + len(some) > CANCEL_ITEMS:
+                        yield True
+                        seen = 0
+                    seen += len(some)
+                    for ref in fabric.store.waiting_of(some, producer.index):
+                        # What is submitted after the cancel is not meant.
+                        if not last < fabric.store.describe(ref).number <= NUMBER_MAX:
+                            fabric.end(ref, Status.CANCELLED, payload, clock())
+        if not whole:
+            yield False
 
 
 def _count(args: dict[str, Any], name: str, default: int) -> int:

@@ -40,9 +40,7 @@ class Watch:
 
     def _look_for_room(self, now: float) -> None:
         fabric = self._fabric
-        no_space = fabric.store.backing.full(now)
-        if no_space is None and fabric.store.no_space:
-            no_space = "the disk is full: what is taken in cannot be written"
+        no_space = fabric.full(now)
         if fabric.diagnosis.found_room(no_space, now):
             kind = "storage_available" if no_space is None else "storage_full"
             fabric.event(kind, no_space or "submits are taken again", now)
