@@ -125,13 +125,18 @@ def _pipeline(args: argparse.Namespace) -> int:
         chosen = [pipeline.Case(*row) for row in GRID]
     trace = pipeline.Trace(str(args.lengths) if args.lengths else None, args.column)
     rows: list[dict[str, Any]] = []
+    failed = 0
     for case in chosen:
         where = f"{counted(case.shapes, 'shape')}, {counted(case.lanes, 'lane')}"
         common.say(f"zfabric: {where}, {case.backlog:,} waiting")
-        with _directory(args.dir) as directory, bar(case.backlog) as progress:
-            rows.append(_tried(lambda: pipeline.run(
-                case, directory, args.size, args.seconds, trace, progress  # noqa: B023 - called here
-            )))  # fmt: skip
+        try:
+            with _directory(args.dir) as directory, bar(case.backlog) as progress:
+                rows.append(pipeline.run(case, directory, args.size, args.seconds, trace, progress))
+        except TimeoutError as error:
+            # What has been measured took its time, and is shown all the same.
+            common.say(f"zfabric: error: nothing to measure: {error}")
+            failed = 1
+            continue
         rate, cpu_s = (rows[-1][name] for name in ("items_per_s", "broker_cpu_s_per_million"))
         common.say(f"zfabric: {rate:,.0f} items/s, {cpu_s:.3g} s of the broker's CPU a million")
     shown: dict[str, Callable[[Any], str]] = {
@@ -143,7 +148,7 @@ def _pipeline(args: argparse.Namespace) -> int:
         "whole_p999_s": _short, "batch_fill_ratio": _short, "cost_ratio": _short,
     }  # fmt: skip
     tables.print_rows(args, {"size": args.size, "seconds": args.seconds}, rows, shown)
-    return 0
+    return failed
 
 
 def _hotpath(args: argparse.Namespace) -> int:
