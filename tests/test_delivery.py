@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import Bench, FakeProducer, FakeWorker
+from zfabric.operate import CANCEL_ITEMS
 from zfabric.protocol import Status, Type
 from zfabric.shapes import Shape
 
@@ -280,6 +281,37 @@ def test_what_is_not_the_engines_fault_charges_nobody(kind: str) -> None:
     bench.settle()
     assert not bench.fabric.store.attempts
     assert bench.status()["ready_items"] == 4
+
+
+def test_dead_item_that_finds_no_place_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, producer, _ = begin(1)
+    (group,) = bench.fabric.groups.values()
+    (queue,) = group.queues.values()
+    (ref,) = bench.fabric.store.peek_all(queue)
+    bench.fabric.bury(ref, "test", bench.now)
+    bench.settle()
+    monkeypatch.setattr("zfabric.fabric.MODELS_MAX", 0)
+    bench.fabric.models.clear()
+    assert "too_many_models" in producer.ask("dead.requeue", all=True)
+    assert len(bench.fabric.dead) == 1 and not bench.fabric.retries
+
+
+def test_cancels_of_one_producer_are_one_and_a_turn_does_a_step_of_one() -> None:
+    bench, producer, _ = begin(1_000)
+    others = bench.producer("others")
+    for _ in range(50):
+        others.send(Type.REQUEST, {"id": 1, "op": "producers.cancel", "args": {"name": "others"}})
+        others.send(Type.REQUEST, {"id": 1, "op": "producers.cancel", "args": {"name": "job"}})
+    before = bench.status()["ready_items"]
+    bench.tick(0.0)
+    bench.tick(0.0)
+    assert before - bench.status()["ready_items"] <= CANCEL_ITEMS
+    for _ in range(30):
+        bench.tick(0.0)
+    assert bench.status()["ready_items"] == 0
+    bench.settle()
+    assert set(map(tuple, producer.results.values())) == {(Status.CANCELLED,)}
+    bench.check()
 
 
 def test_out_of_memory_charges_its_items_and_retries_them_alone() -> None:

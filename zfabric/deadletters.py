@@ -83,6 +83,10 @@ class DeadLetters:
     def __iter__(self) -> Iterator[DeadRecord]:
         return iter(self._records.values())
 
+    def get(self, record_id: int) -> DeadRecord | None:
+        """The record of that id, if there is one."""
+        return self._records.get(record_id)
+
     def add(self, record: DeadRecord, wall_offset_s: float) -> None:
         """Keep a record."""
         self.restore(record)

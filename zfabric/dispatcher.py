@@ -94,9 +94,9 @@ class Dispatcher:
         self._cut_turns = 0
         self._due: deque[Parcel] = deque()
         self._upkeep = Upkeep(self.fabric)
-        self._chores: deque[Iterator[bool]] = deque()
-        # those that go on when more is written
-        self._resting: deque[Iterator[bool]] = deque()
+        # cancels by producer: those that go on, and those that do when more is written
+        self._chores: dict[int, Iterator[bool]] = {}
+        self._resting: dict[int, Iterator[bool]] = {}
         self._started_s: float | None = None
         self._now = 0.0  # of the latest tick, for chores that run across ticks
         self.draining_since: float | None = None
@@ -304,7 +304,7 @@ class Dispatcher:
             for peer in list(self.peers.values()):
                 self._send(peer, Type.HEARTBEAT, {"boot": self.boot_id})
         self._now = now
-        self._work_off_chores()
+        self._work_off_chores(1)
         self._upkeep.turn(now)
         self._watch.look(now)
         self.gate.turn(now)
@@ -313,8 +313,7 @@ class Dispatcher:
             self._judge(now)
 
     def _judge(self, now: float) -> None:
-        # A worker that is given up must be forgotten as a peer too: only if its next word is
-        # answered by WHO_ARE_YOU does it say HELLO again, and is served again.
+        # A worker that is given up is no peer either: only WHO_ARE_YOU makes it say HELLO again.
         worker_s = self.config.lease_s
         other_s = worker_s * SILENT_LEASES
         for peer in [p for p in self.peers.values() if now - p.heard_s > worker_s]:
@@ -329,12 +328,11 @@ class Dispatcher:
         for peer in self.peers.values():
             peer.heard_s += late_s
 
-    def _work_off_chores(self) -> None:
-        for _ in range(len(self._chores)):
-            chore = self._chores.popleft()
-            goes_on = next(chore, None)
-            if goes_on is not None:
-                (self._chores if goes_on else self._resting).append(chore)
+    def _work_off_chores(self, steps: int) -> None:
+        for index in list(self._chores)[:steps]:
+            chore = self._chores.pop(index)
+            if (goes_on := next(chore, None)) is not None:
+                (self._chores if goes_on else self._resting)[index] = chore
 
     @property
     def busy(self) -> bool:
@@ -364,8 +362,9 @@ class Dispatcher:
         readied = self.fabric.publish(now, WRITES_MAX)
         if self._resting and (readied or not self.fabric.store.unwritten):
             # Now, before any of it is handed out.
-            self._chores, self._resting = self._resting + self._chores, deque()
-            self._work_off_chores()
+            steps = len(self._resting)
+            self._chores, self._resting = self._resting | self._chores, {}
+            self._work_off_chores(steps)
         self._cut_turns += self.writing
         if self.fabric.store.no_space:
             self.fabric.count("storage_full_turns")
@@ -457,7 +456,10 @@ class Dispatcher:
 
     def _cancel(self, producer: Producer) -> None:
         last = max(producer.upto, max(producer.above, default=0))
-        self._chores.append(operate.cancelling(self.fabric, producer, last, lambda: self._now))
+        # One a producer: a later cancel means all that an earlier one did, and more.
+        self._resting.pop(producer.index, None)
+        chore = operate.cancelling(self.fabric, producer, last, lambda: self._now)
+        self._chores[producer.index] = chore
 
     def _forget(self, producer: Producer, now: float) -> None:
         self._cancel(producer)

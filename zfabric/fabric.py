@@ -450,11 +450,13 @@ class Fabric:
         self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 
     def requeue(self, record_id: int, now: float) -> int | None:
-        """A dead item becomes a new accepted one; returns its number, None if there is none."""
-        record = self.dead.drop(record_id)
+        """A dead item becomes a new one: its number, or None. Raises PeerError: nothing changed."""
+        record = self.dead.get(record_id)
         if record is None:
             return None
         producer = self.producer(record.producer, now)
+        self.group_for(record.shape)
+        self.dead.drop(record_id)
         number = BROKER_NUMBERS_FROM + record.id
         self.retries[number] = record.number
         self.store.backing.record(t="retry", number=number, of=record.number)

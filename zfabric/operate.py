@@ -191,10 +191,18 @@ class Operations:
         no_space = self._fabric.full(now)
         if no_space is not None:
             raise PeerError("storage_full", no_space)
+        requeued = 0
         for record_id in chosen:
-            self._fabric.requeue(record_id, now)
-        self._fabric.event("dead_requeued", counted(len(chosen), "item"), now)
-        return {"requeued": len(chosen)}
+            try:
+                self._fabric.requeue(record_id, now)
+            except PeerError:
+                # What went round already is said; the others stay dead, and say why when asked.
+                if not requeued:
+                    raise
+                break
+            requeued += 1
+        self._fabric.event("dead_requeued", counted(requeued, "item"), now)
+        return {"requeued": requeued}
 
     def _dead_drop(self, args: dict[str, Any], now: float) -> Any:
         chosen = self._chosen_dead(args)

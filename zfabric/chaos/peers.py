@@ -191,13 +191,22 @@ def visitors(address: str, count: int, hello: dict[str, Any], mark: str, key: st
             fields = {"name": f"{mark}-{k}", "instance": k + 1, **hello}
             with contextlib.suppress(zmq.Again):
                 socket.send_multipart(encode(Type.HELLO, fields))
-            welcomed = socket.poll(int(ANSWER_S * 1000))
+            welcomed = _is_welcomed(socket)
             socket.close(0)
             if not welcomed:
                 raise FabricError(f"visitor {k} was not welcomed within {ANSWER_S:g} s")
     finally:
         # Not term: a signal may have come between a socket and its close.
         context.destroy(0)
+
+
+def _is_welcomed(socket: zmq.Socket[bytes]) -> bool:
+    until = time.monotonic() + ANSWER_S
+    while socket.poll(max(0, int((until - time.monotonic()) * 1000))):
+        message = decode(socket.recv_multipart(), FROM_BROKER)
+        if message.kind is not Type.HEARTBEAT:
+            return message.kind is Type.WELCOME
+    return False
 
 
 def admitted(address: str, key: str) -> None:
