@@ -238,6 +238,8 @@ def test_top_once_agrees_with_status_and_stdout_is_pure(fabric: Fabric, tmp_path
     start_worker(fabric, "gpu0")
     run_job(fabric, tmp_path)
     until(lambda: all(worker["state"] == "idle" for worker in fabric.status()["workers"]))
+    # Lanes retire some seconds after the last item: not between the two answers.
+    until(lambda: not fabric.status()["lanes_active"])
     command = [sys.executable, "-m", "zfabric"]
     where = ["--json", "--broker", fabric.address]
     answers = []
