@@ -98,6 +98,24 @@ def test_map_is_lazy_bounded_and_ordered_when_asked() -> None:
         assert [r.custom_id for r in results] == [str(k) for k in range(1, 5_000)]
 
 
+def test_what_goes_together_is_sent_by_shape_the_longest_first() -> None:
+    shapes = [Shape.of("m", name) for name in ("a", "b", "c")]
+    given = [Item(shapes[k % 3], b"x", k * 37 % 101, custom_id=str(k)) for k in range(900)]
+    with running() as (_, at), working(at.workers), Client(at.producers) as client:
+        ended = client.submit_many(given, timeout=30).within(30)
+        sent = [given[int(r.custom_id or "")] for r in sorted(ended, key=lambda r: r.number)]
+        assert [i.shape for i in sent] == [shape for shape in shapes for _ in range(300)]
+        for k in range(0, 900, 300):
+            lengths = [i.length for i in sent[k : k + 300]]
+            assert lengths == sorted(lengths, reverse=True)
+        # Numbers of one's own stay as they are, and results come in the order of the source.
+        own = [Item(i.shape, b"x", i.length, number=k) for k, i in enumerate(given, 1_000)]
+        ordered = [r.number for r in client.map(own, ordered=True, timeout=30)]
+        assert ordered == list(range(1_000, 1_900))
+        mapped = client.map(given, buffersize=500, ordered=True, timeout=30)
+        assert [r.custom_id for r in mapped] == [str(k) for k in range(900)]
+
+
 def test_map_without_order_gives_each_result_once() -> None:
     with running() as (_, at), working(at.workers), Client(at.producers) as client:
         got = [r.custom_id for r in client.map(items(3_000), timeout=30)]

@@ -14,14 +14,13 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from zfabric.client import Client
 from zfabric.connection import Key
 from zfabric.errors import Backpressure, ConnectError, TimeoutExpired
-from zfabric.results import CHUNK_ITEMS, CHUNK_S, Item, Reorder, Result, Results, Sink
+from zfabric.results import CHUNK_S, Item, Reorder, Result, Results, Sink, Window, window_items
 from zfabric.waiting import drain_aloud
 from zfabric.words import counted
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
 
 T = TypeVar("T")
+# Items that are taken from a source between two turns of the event loop.
+YIELD_ITEMS = 1_024
 
 
 class AsyncClient:
@@ -116,8 +117,10 @@ class AsyncClient:
         results = AsyncResults(Results())
         accepted: Future[None] | None = None
         with self.client.stream():
-            async for chunk in _chunks(items, CHUNK_ITEMS):
-                accepted = await self._enqueue(chunk, results.results, _until(timeout), stream=True)
+            async for window in _windows(items, window_items(self.client.buffer_items)):
+                accepted = await self._enqueue(
+                    window, results.results, _until(timeout), stream=True
+                )
         if accepted is not None:
             await _accepted(accepted, _until(timeout), timeout)
         return results
@@ -164,11 +167,11 @@ class AsyncClient:
     ) -> None:
         """Submit while there is room; in a task of its own, beside the reading of results."""
         try:
-            async for chunk in _chunks(items, min(buffersize, CHUNK_ITEMS)):
-                while len(results) - results.taken + len(chunk) > buffersize:
+            async for window in _windows(items, window_items(buffersize)):
+                while len(results) - results.taken + len(window) > buffersize:
                     with self.client.blocked():
                         await results.until_taken()
-                await self._enqueue(chunk, results.results, None, order, stream=True)
+                await self._enqueue(window, results.results, None, order, stream=True)
                 results.wake()
         finally:
             results.wake()
@@ -305,19 +308,24 @@ async def _accepted(accepted: Future[None], until: float | None, timeout: float 
         raise TimeoutExpired(f"not accepted within {timeout} s; it may still be") from None
 
 
-async def _chunks(
+async def _windows(
     items: Iterable[Item] | AsyncIterable[Item], items_max: int
 ) -> AsyncIterator[list[Item]]:
-    """Up to `items_max` items at a time, or what a slow source gave within CHUNK_S."""
+    """What is sent together: see `results.Window`."""
     if isinstance(items, AsyncIterable):
         async for chunk in _async_chunks(aiter(items), items_max):
             yield chunk
         return
-    source = iter(items)
-    while chunk := list(islice(source, items_max)):
-        yield chunk
-        # A source that never waits must not keep the loop from everybody else.
-        await asyncio.sleep(0)
+    window = Window(items_max)
+    for item in items:
+        if window.add(item):
+            yield window.items
+            window = Window(items_max)
+        if len(window.items) % YIELD_ITEMS == 0:
+            # A source that never waits must not keep the loop from everybody else.
+            await asyncio.sleep(0)
+    if window.items:
+        yield window.items
 
 
 async def _async_chunks(source: AsyncIterator[Item], items_max: int) -> AsyncIterator[list[Item]]:

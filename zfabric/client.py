@@ -11,16 +11,27 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from zfabric.connection import Connection, Key
 from zfabric.errors import Backpressure, ConnectError, Lost, Refused, TimeoutExpired
-from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, Sink, end_sink, status_name
+from zfabric.outgoing import sending_order
+from zfabric.results import (
+    Item,
+    Reorder,
+    Result,
+    Results,
+    Sink,
+    end_sink,
+    status_name,
+    take_window,
+    window_items,
+)
 from zfabric.session import Arrival, News
 from zfabric.waiting import drain_aloud, mapped
 from zfabric.words import counted
@@ -123,9 +134,9 @@ class Client(Connection):
         accepted: Future[None] | None = None
         with self.stream():
             source = iter(items)
-            while chunk := list(islice(source, CHUNK_ITEMS)):
+            while window := take_window(source, window_items(self.buffer_items)):
                 until = None if timeout is None else time.monotonic() + timeout
-                accepted = self.enqueue_waiting(chunk, results, until)
+                accepted = self.enqueue_waiting(window, results, until)
         if accepted is not None:
             try:
                 accepted.result(timeout)
@@ -204,7 +215,8 @@ class Client(Connection):
     ) -> Future[None] | None:
         """Queue items without waiting; the future is done when all are accepted, None is no room.
 
-        The building block of everything that submits; most callers want `submit` or `map`.
+        The building block of everything that submits; most callers want `submit` or `map`. Items
+        without numbers of their own are numbered and sent by shape, the longest first.
         """
         self._check_process()
         with self._lock:
@@ -226,7 +238,7 @@ class Client(Connection):
                 self._open[number] = (sink, item.custom_id, item.shape.model)
             accepted: Future[None] = Future()
             accepted.set_running_or_notify_cancel()
-            self._awaiting.append((numbers[-1], accepted))
+            self._awaiting.append((self._session.next_number - 1, accepted))
             self._session.pump()
         self._link.wake()
         return accepted
@@ -241,16 +253,25 @@ class Client(Connection):
             self._make_room()
         return room
 
-    def _add(self, items: Sequence[Item]) -> list[int]:
+    def _add(self, items: Sequence[Item]) -> Sequence[int]:
+        """Have the session send `items`; the number of each. Raises ValueError for bad numbers."""
+        shapes, lengths = [item.shape for item in items], [item.length for item in items]
         explicit = [item.number for item in items if item.number is not None]
         if explicit and len(explicit) < len(items):
             raise ValueError("give every item of one call a number, or none")
-        return self._session.add(
-            [item.shape for item in items],
-            [item.length for item in items],
-            [bytes(item.payload) for item in items],
+        places = range(len(items)) if explicit else sending_order(shapes, lengths)
+        numbers = self._session.add(
+            [shapes[k] for k in places],
+            [lengths[k] for k in places],
+            [bytes(items[k].payload) for k in places],
             explicit or None,
         )
+        if explicit:
+            return numbers
+        found = array("Q", bytes(8 * len(numbers)))
+        for place, number in zip(places, numbers, strict=True):
+            found[place] = number
+        return found
 
     # -- asking -------------------------------------------------------------------------------
 

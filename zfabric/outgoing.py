@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from zfabric.protocol import FRAME_SLACK_BYTES
 from zfabric.shapes import Shape
@@ -61,6 +62,20 @@ class Outgoing:
             self.body[first : first + sum(sizes)],
             after,
         )
+
+
+def sending_order(shapes: Sequence[Shape], lengths: Sequence[int]) -> list[int]:
+    """Places of items in the order in which they are best sent: by shape, the longest first.
+
+    Shapes go in the order of their first items. A broker then meets long runs of one shape and
+    lane, and raises the targets of lanes least.
+    """
+    of: defaultdict[int, list[int]] = defaultdict(list)
+    for place, shape in enumerate(shapes):
+        of[shape.signature].append(place)
+    for places in of.values():
+        places.sort(key=lengths.__getitem__, reverse=True)
+    return list(chain.from_iterable(of.values()))
 
 
 def spans(sizes: Sequence[int], bytes_max: int) -> Iterator[tuple[int, int]]:

@@ -17,9 +17,10 @@ from zfabric.errors import ItemFailed, TimeoutExpired
 from zfabric.protocol import Status
 from zfabric.shapes import TOKENS_MAX, Shape
 
-# Items of one chunk in map and submit_many, or what came in within the time: whichever is first.
-CHUNK_ITEMS = 1_024
-CHUNK_S = 0.002
+# What is sorted and sent together at most. Items of a source slower than FAST_ITEMS_PER_S wait
+# CHUNK_S for company.
+WINDOW_ITEMS, WINDOW_BYTES, WINDOW_S = 8_192, 16 * 1024 * 1024, 0.025
+CHUNK_S, FAST_ITEMS_PER_S = 0.002, 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +184,44 @@ class Reorder:
             yield self._early.pop(self._wanted.popleft())
 
 
-def take_chunk(source: Iterator[Item], items_max: int) -> list[Item]:
-    """Up to `items_max` items, or what a slow source gave within CHUNK_S; empty at its end."""
-    until = time.monotonic() + CHUNK_S
-    chunk: list[Item] = []
+class Window:
+    """Items on their way to be sent together, until there are enough of them.
+
+    The more are sorted together, the longer are the broker's runs of one shape and lane, and the
+    better its lanes fit. A window ends with `items_max` items or WINDOW_BYTES, after CHUNK_S where
+    the source is slow, after WINDOW_S in any case; an item that took longer to come goes at once.
+    """
+
+    def __init__(self, items_max: int) -> None:
+        self.items: list[Item] = []
+        self._items_max = items_max
+        self._bytes = 0
+        self._began_s = time.monotonic()
+
+    def add(self, item: Item) -> bool:
+        """One more; whether the window is over."""
+        self.items.append(item)
+        self._bytes += len(item.payload)
+        return (
+            len(self.items) >= self._items_max
+            or self._bytes >= WINDOW_BYTES
+            or (waited_s := time.monotonic() - self._began_s) > WINDOW_S
+            or (waited_s > CHUNK_S and len(self.items) < FAST_ITEMS_PER_S * waited_s)
+        )
+
+
+def window_items(open_items_max: int) -> int:
+    """Items of a window where so many may be open: most of them stay open while it is gathered."""
+    return min(WINDOW_ITEMS, max(1, open_items_max // 4))
+
+
+def take_window(source: Iterator[Item], items_max: int) -> list[Item]:
+    """The next items to send together (see Window); empty at the end of `source`."""
+    window = Window(items_max)
     for item in source:
-        chunk.append(item)
-        if len(chunk) >= items_max or (len(chunk) % 64 == 1 and time.monotonic() > until):
+        if window.add(item):
             break
-    return chunk
+    return window.items
 
 
 Sink = Future[Result] | Results

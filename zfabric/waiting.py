@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zfabric.errors import FabricError, TimeoutExpired
-from zfabric.results import CHUNK_ITEMS, Item, Reorder, Result, Results, take_chunk
+from zfabric.results import Item, Reorder, Result, Results, take_window, window_items
 from zfabric.words import counted
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def mapped(
     order = Reorder() if ordered else None
     taken = 0
     with client.stream():
-        exhausted = False
+        exhausted, window_max = False, window_items(buffersize)
         while not exhausted:
-            room = buffersize - (results.total - taken)
-            if room > 0:
-                chunk = take_chunk(source, min(room, CHUNK_ITEMS))
-                exhausted = not chunk
-                if chunk:
-                    client.enqueue_waiting(chunk, results, None, order)
+            # Not for every result that makes room for one: what goes together is sorted together.
+            if buffersize - (results.total - taken) >= window_max:
+                window = take_window(source, window_max)
+                exhausted = not window
+                if window:
+                    client.enqueue_waiting(window, results, None, order)
                 fresh = results.take(0)
             else:
                 with client.blocked():

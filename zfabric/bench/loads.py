@@ -26,15 +26,15 @@ import zmq
 from zfabric.bench.lengths import trace
 from zfabric.client import Client
 from zfabric.engine import Result
-from zfabric.results import CHUNK_ITEMS, Item, Results
+from zfabric.results import Item, Results, window_items
 from zfabric.session import Arrival
 from zfabric.shapes import Contract, Shape
 from zfabric.transport import connect_dealer
 from zfabric.worker_session import WorkerSession
 
 MODEL = "bench"
-# Chunks of ready-made items that are submitted over and over.
-CHUNKS = 256
+# Ready-made items that are submitted over and over, windows of them at a time as the SDK does it.
+READY_ITEMS = 262_144
 # Batches on their way to a worker: one that only touches bytes is done in half a millisecond, and
 # the two that a GPU asks for would leave it waiting for the next turn of the broker's loop.
 WINDOW = 8
@@ -43,7 +43,7 @@ LEAVE_S = 3.0
 
 
 class Latencies:
-    """Of the last item of each chunk: until it was accepted, until its result was here."""
+    """Of the last item of each window: until it was accepted, until its result was here."""
 
     def __init__(self) -> None:
         self.ack_s: list[float] = []
@@ -89,20 +89,19 @@ def produce(
     client = Client(address, name="load", buffer_items=open_items, on_results=on_results)
     payload, drawn = os.urandom(size), cycle(trace(Path(lengths) if lengths else None, column))
     of = [Shape.of(MODEL, str(k)) for k in range(shapes)]
-    chunks = [
-        [Item(of[k % shapes], payload, next(drawn)) for k in range(start, start + CHUNK_ITEMS)]
-        for start in range(0, CHUNKS * CHUNK_ITEMS, CHUNK_ITEMS)
-    ]
+    ready = [Item(of[k % shapes], payload, next(drawn)) for k in range(READY_ITEMS)]
+    step = window_items(open_items)
+    windows = [ready[start : start + step] for start in range(0, READY_ITEMS, step)]
     number = client.accepted_upto
     with client.stream():
-        for chunk in cycle(chunks):
-            times.submitted(number + len(chunk))
-            while (accepted := client.enqueue(chunk, Results())) is None and not ending.is_set():
+        for window in cycle(windows):
+            times.submitted(number + len(window))
+            while (accepted := client.enqueue(window, Results())) is None and not ending.is_set():
                 room.acquire(timeout=0.1)
-                times.submitted(number + len(chunk))
+                times.submitted(number + len(window))
             if accepted is None or ending.is_set():
                 break
-            number += len(chunk)
+            number += len(window)
             accepted.add_done_callback(lambda _, last=number: times.accepted(last))  # type: ignore[misc]
     sys.stdout.write(json.dumps({"ack_s": times.ack_s, "whole_s": times.whole_s}) + "\n")
     sys.stdout.flush()
