@@ -22,8 +22,10 @@ from zfabric.bench.lengths import synthetic
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import Dispatcher
 from zfabric.osfiles import OsFiles
+from zfabric.outgoing import sending_order
 from zfabric.protocol import FROM_BROKER, Type, decode, encode, packed
 from zfabric.recovery import open_backing
+from zfabric.results import window_items
 from zfabric.shapes import Shape
 from zfabric.store import Store
 
@@ -35,18 +37,26 @@ WORKERS_NAMES = (b"w0", b"w1")
 STEPS = ("accept", "write", "offer", "commit", "done", "ack", "tick")
 
 
+class Load(NamedTuple):
+    """What is driven: `waiting` items a shape are queued all along, `items` are counted."""
+
+    shapes: int = 16
+    lanes: int = 60
+    waiting: int = 10_000
+    items: int = 60_000
+    size: int = 2_048
+
+
 class Drive:
     """A dispatcher, and everything around it that a broker's loop would be."""
 
-    def __init__(
-        self, directory: Path | None, shapes: int, lanes: int, size: int, lengths: Sequence[int]
-    ) -> None:
+    def __init__(self, directory: Path | None, load: Load, lengths: Sequence[int]) -> None:
         backing = None
         if directory is not None:
             backing, _ = open_backing(directory, "fsync", OsFiles(directory))
         config = BrokerConfig(
             data=str(directory) if directory else None,
-            lanes=lanes,
+            lanes=load.lanes,
             # Waiting for a trickle would be counted as work.
             linger_ms=0,
             hold_s=0.0,
@@ -59,13 +69,17 @@ class Drive:
         self.spent: Counter[str] = Counter()
         self.completed = 0
         self._rng = random.Random(1)
-        self._shapes, self._lengths, self._payload = shapes, lengths, bytes(size)
+        self._lengths, self._payload = lengths, bytes(load.size)
+        self._shapes = [Shape.of(MODEL, str(k)) for k in range(load.shapes)]
+        # places in the shapes, and lengths, that go next, of a window as the SDK sends them
+        self._window: list[tuple[int, int]] = []
+        self._window_items = window_items(load.shapes * load.waiting)
         self._next = 1
         self._held: dict[bytes, deque[Any]] = {name: deque() for name in WORKERS_NAMES}
         self._acked = 0
         self._say(PRODUCERS, b"p", Type.HELLO, {"role": "producer", "name": "p", "instance": 1})
-        for k in range(shapes):
-            words = struct.pack("<Q", Shape.of(MODEL, str(k)).components[0])
+        for k, shape in enumerate(self._shapes):
+            words = struct.pack("<Q", shape.components[0])
             self._say(PRODUCERS, b"p", Type.SHAPE, {"id": k, "model": MODEL, "components": words})
         for name in WORKERS_NAMES:
             hello = {"role": "worker", "name": name.decode(), "instance": 1, "model": MODEL}
@@ -89,16 +103,22 @@ class Drive:
         """Items that wait."""
         return self.dispatcher.fabric.store.ready_items
 
-    def submit(self, items: int = MESSAGE_ITEMS) -> None:
+    def submit(self) -> None:
         """One message of a producer."""
-        lengths = self._rng.choices(self._lengths, k=items)
+        if not self._window:
+            drawn = self._rng.choices(self._lengths, k=self._window_items)
+            of = [k % len(self._shapes) for k in range(self._window_items)]
+            order = sending_order([self._shapes[k] for k in of], drawn)
+            self._window = [(of[k], drawn[k]) for k in order]
+        message, self._window = self._window[:MESSAGE_ITEMS], self._window[MESSAGE_ITEMS:]
+        items, lengths = len(message), [length for _, length in message]
         numbers = range(self._next, self._next + items)
         order = sorted(range(items), key=lengths.__getitem__, reverse=True)
         columns = [
             packed("Q", numbers),
             packed("I", lengths),
             packed("I", [len(self._payload)] * items),
-            packed("I", [n % self._shapes for n in numbers]),
+            packed("I", [shape for shape, _ in message]),
             packed("I", order),
         ]
         frames = encode(
@@ -185,16 +205,6 @@ class Timed:
         self._spent[self._step] += time.thread_time() - self._started  # type: ignore[assignment]
 
 
-class Load(NamedTuple):
-    """What is driven: `waiting` items a shape are queued all along, `items` are counted."""
-
-    shapes: int = 16
-    lanes: int = 60
-    waiting: int = 10_000
-    items: int = 60_000
-    size: int = 2_048
-
-
 # Small enough for a test; its instructions for each item, by version of Python.
 COUNTED = Load(shapes=4, lanes=60, waiting=1_024, items=2_048)
 RECORDED = {"3.11": 1_192.0}
@@ -212,7 +222,7 @@ def run(
 
     `begins` is called once everything that is to be counted follows.
     """
-    drive = Drive(directory, load.shapes, load.lanes, load.size, lengths)
+    drive = Drive(directory, load, lengths)
     submitted = 0
     while submitted < load.shapes * load.waiting:
         for _ in range(4):
