@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 STREAM, GROUP = "bench", "workers"
+# Where results go back, in the loads that return them; of so many bytes, as our worker's.
+RESULTS, PRODUCERS, RESULT_BYTES = "results", "producers", 8
 # Items that a producer sends before it waits for the answers, and that a consumer has at once: as
 # many as our workers (a window of 8 batches of 32).
 PUBLISH_ITEMS, CONSUME_ITEMS = 256, 256
@@ -92,6 +94,47 @@ def redis_consume(port: int, name: str) -> None:
             continue
         ids = [entry for entry, fields in found[0][1] if fields[b"p"]]
         pipe = server.pipeline(transaction=False)
+        pipe.xack(STREAM, GROUP, *ids)
+        pipe.xdel(STREAM, *ids)
+        pipe.execute()
+        tally.add(len(ids))
+
+
+def redis_produce_and_read(port: int, size: int, backlog: int) -> None:
+    """The same, and a thread that reads results and deletes what it has acknowledged."""
+    reader = threading.Thread(target=_redis_read_results, args=(port,), daemon=True)
+    reader.start()
+    redis_produce(port, size, backlog)
+
+
+def _redis_read_results(port: int) -> None:
+    import redis
+
+    server = redis.Redis(port=port)
+    server.xgroup_create(RESULTS, PRODUCERS, id="0", mkstream=True)
+    while not ENDING.is_set():
+        found = server.xreadgroup(PRODUCERS, "p", {RESULTS: ">"}, count=PUBLISH_ITEMS, block=100)
+        if found:
+            ids = [entry for entry, fields in found[0][1] if fields[b"r"]]
+            pipe = server.pipeline(transaction=False)
+            pipe.xack(RESULTS, PRODUCERS, *ids)
+            pipe.xdel(RESULTS, *ids)
+            pipe.execute()
+
+
+def redis_answer(port: int, name: str) -> None:
+    """XREADGROUP, then a result for each item, XACK and XDEL of all that was read."""
+    import redis
+
+    server, tally, result = redis.Redis(port=port), Tally(), os.urandom(RESULT_BYTES)
+    while not ENDING.is_set():
+        found = server.xreadgroup(GROUP, name, {STREAM: ">"}, count=CONSUME_ITEMS, block=100)
+        if not found:
+            continue
+        ids = [entry for entry, fields in found[0][1] if fields[b"p"]]
+        pipe = server.pipeline(transaction=False)
+        for entry in ids:
+            pipe.xadd(RESULTS, {"of": entry, "r": result})
         pipe.xack(STREAM, GROUP, *ids)
         pipe.xdel(STREAM, *ids)
         pipe.execute()
@@ -196,6 +239,8 @@ async def _rabbit_consume(port: int) -> None:
 ROLES: dict[str, Callable[..., None]] = {
     "redis-produce": redis_produce,
     "redis-consume": redis_consume,
+    "redis-results-produce": redis_produce_and_read,
+    "redis-results-consume": redis_answer,
     "nats-produce": nats_produce,
     "nats-consume": nats_consume,
     "rabbitmq-produce": rabbit_produce,
