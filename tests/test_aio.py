@@ -88,6 +88,16 @@ def test_map_gives_every_result_once_and_in_order_where_asked(ordered, asynchron
     run(scenario)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_no_item_is_told(asynchronous):
+    async def scenario(client):
+        items = [item(0), None]
+        with pytest.raises(TypeError, match="items must be Item, not NoneType"):
+            await client.submit_many(later(items) if asynchronous else items)
+
+    run(scenario)
+
+
 def test_map_takes_no_more_than_its_buffer_ahead():
     async def scenario(client):
         taken = 0

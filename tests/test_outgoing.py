@@ -59,6 +59,8 @@ def test_a_window_is_bounded_in_items_and_in_bytes() -> None:
     assert len(take_window(source, WINDOW_ITEMS)) == 4
     assert len(take_window(itertools.repeat(Item(A, b"", 1)), 10)) == 10
     assert take_window(iter([]), 10) == []
+    with pytest.raises(TypeError, match="items must be Item, not str"):
+        take_window(iter(["x"]), 10)  # type: ignore[list-item]
 
 
 def test_most_of_what_may_be_open_stays_open_while_a_window_is_gathered() -> None:

@@ -313,8 +313,8 @@ async def _windows(
 ) -> AsyncIterator[list[Item]]:
     """What is sent together: see `results.Window`."""
     if isinstance(items, AsyncIterable):
-        async for chunk in _async_chunks(aiter(items), items_max):
-            yield chunk
+        async for each in _async_windows(aiter(items), items_max):
+            yield each
         return
     window = Window(items_max)
     for item in items:
@@ -328,36 +328,34 @@ async def _windows(
         yield window.items
 
 
-async def _async_chunks(source: AsyncIterator[Item], items_max: int) -> AsyncIterator[list[Item]]:
-    """The next item is awaited in a task, so that a chunk can go before it has come."""
+async def _async_windows(source: AsyncIterator[Item], items_max: int) -> AsyncIterator[list[Item]]:
+    """The next item is awaited in a task, so that a window can go before it has come."""
     end = object()
 
-    async def following() -> object:
+    async def following() -> Any:
         return await anext(source, end)
 
-    chunk: list[Item] = []
-    due = time.monotonic() + CHUNK_S
+    window = Window(items_max)
     task = asyncio.ensure_future(following())
     try:
         while True:
-            wait_s = max(0.0, due - time.monotonic()) if chunk else None
-            await asyncio.wait({task}, timeout=wait_s)
-            if not task.done() or len(chunk) >= items_max:
-                yield chunk
-                chunk = []
-                due = time.monotonic() + CHUNK_S
+            await asyncio.wait({task}, timeout=CHUNK_S if window.items else None)
+            if not task.done():
+                yield window.items
+                window = Window(items_max)
                 continue
             item = task.result()
-            if not isinstance(item, Item):
+            if item is end:
                 break
-            if not chunk:
-                due = time.monotonic() + CHUNK_S
-            chunk.append(item)
             task = asyncio.ensure_future(following())
-        if chunk:
-            yield chunk
-        if item is not end:
-            raise TypeError(f"items must be Item, not {type(item).__name__}")
+            if not window.items:
+                # Nobody was kept waiting for the first one.
+                window = Window(items_max)
+            if window.add(item):
+                yield window.items
+                window = Window(items_max)
+        if window.items:
+            yield window.items
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -199,7 +199,9 @@ class Window:
         self._began_s = time.monotonic()
 
     def add(self, item: Item) -> bool:
-        """One more; whether the window is over."""
+        """One more; whether the window is over. Raises TypeError for what is no Item."""
+        if not isinstance(item, Item):
+            raise TypeError(f"items must be Item, not {type(item).__name__}")
         self.items.append(item)
         self._bytes += len(item.payload)
         return (
