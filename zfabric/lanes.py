@@ -17,9 +17,8 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, compress, islice, repeat
+from itertools import chain, compress, repeat
 from math import inf, isqrt
-from operator import ge
 from typing import NamedTuple
 
 from zfabric.errors import ConfigError, InvariantError
@@ -166,33 +165,35 @@ class Lanes:
         In a message sorted from the longest down, all items down to where the answer would change
         join in one step; in any other, each item is a run of its own.
         """
-        if lengths and not 0 <= min(lengths) <= max(lengths) <= TOKENS_MAX:
-            raise InvariantError(f"a length of {min(lengths)} to {max(lengths)} reached the lanes")
+        rising: list[int] | None = None
+        if lengths:
+            shortest, longest = min(lengths), max(lengths)
+            if not 0 <= shortest <= longest <= TOKENS_MAX:
+                raise InvariantError(f"a length of {shortest} to {longest} reached the lanes")
+            # The ends tell nearly every other message from a sorted one, at no cost.
+            if longest == lengths[0] and shortest == lengths[-1]:
+                rising = _if_descending(lengths)
         lanes = len(self._ids)
         if lengths and not lanes:
             self._open(0, lengths[0], self._targets)
         # A list is searched faster than an array, but has to be made and written back.
-        if len(lengths) * LIST_PAYS_LANES < lanes:
-            runs = self._place(lengths, self._targets)
-        else:
-            targets = self._targets.tolist()
-            runs = self._place(lengths, targets)
+        copied = len(lengths) * LIST_PAYS_LANES >= lanes
+        targets = self._targets.tolist() if copied else self._targets
+        runs = self._place_runs(rising, targets) if rising else self._place_each(lengths, targets)
+        if copied:
             self._targets = array("I", targets)
         self._note(runs, len(lengths), opened=len(self._ids) - lanes, now=now)
         return runs
 
-    def _place(self, lengths: Sequence[int], targets: array[int] | list[int]) -> Runs:
-        """The rule of `assign`; changes the targets."""
+    def _place_each(self, lengths: Sequence[int], targets: array[int] | list[int]) -> Runs:
+        """The rule of `assign`, item by item; changes the targets."""
         ids, lanes, find = self._ids, len(self._ids), bisect_left
         room, allowance, scale = self._threshold()
         lane_ids: list[int] = []
         targets_after: list[int] = []
-        tags: list[int] = []
-        rows: list[tuple[int, int, int, int]] = []
-        left, coming = len(lengths), iter(lengths)
-        rising = _if_descending(lengths) if left > 1 else None
-        for length in coming:
-            position, raised, tag = find(targets, length), True, TAG_THRESHOLD
+        tags = bytearray(len(lengths))
+        for index, length in enumerate(lengths):
+            position, raised = find(targets, length), True
             if position < lanes:
                 target = targets[position]
                 gap = target - length
@@ -201,6 +202,46 @@ class Lanes:
             if raised:
                 position -= 1
                 target, gap = length, length - targets[position]
+            if gap > OPEN_ALWAYS_TOKENS or gap > target * allowance // scale:
+                if gap < OPEN_FLOOR_TOKENS:
+                    tags[index] = TAG_FLOOR
+                elif room:
+                    position, target, raised = position + raised, length, False
+                    self._open(position, length, targets)
+                    room, lanes, allowance = room - 1, lanes + 1, allowance + _SPAN_PERCENT
+                else:
+                    tags[index] = TAG_FORCED
+            if raised:
+                targets[position] = length
+            lane_ids.append(ids[position])
+            targets_after.append(target)
+        return Runs(lane_ids, [1] * len(lengths), targets_after, tags)
+
+    def _place_runs(self, rising: list[int], targets: array[int] | list[int]) -> Runs:
+        """The rule of `assign` for these from the longest down; changes the targets.
+
+        It goes down the lanes with them. What a run leaves is either still over the lane below, and
+        then `nearer` tells which of the two it joins, or is searched for from here down.
+        """
+        ids, find = self._ids, bisect_left
+        room, allowance, scale = self._threshold()
+        runs: list[tuple[int, int, int, int]] = []
+        # Before the first: as if in a lane over all others, of which nothing is near.
+        position, target, below, nearer = len(ids), 0, targets[-1], TOKENS_MAX + 1
+        left = len(rising)
+        while left:
+            length, tag = rising[left - 1], TAG_THRESHOLD
+            if length > below:
+                raised = length < nearer
+            else:
+                position = find(targets, length, 0, position)
+                target = targets[position]
+                raised = position > 0 and length * length < target * targets[position - 1]
+            if raised:
+                position -= 1
+                target, gap = length, length - targets[position]
+            else:
+                gap = target - length
             widest = target * allowance // scale
             if widest > OPEN_ALWAYS_TOKENS:
                 widest = OPEN_ALWAYS_TOKENS
@@ -210,34 +251,25 @@ class Lanes:
                 elif room:
                     position, target, raised = position + raised, length, False
                     self._open(position, length, targets)
-                    room, lanes, allowance = room - 1, lanes + 1, allowance + _SPAN_PERCENT
+                    room, allowance = room - 1, allowance + _SPAN_PERCENT
                     widest = min(OPEN_ALWAYS_TOKENS, length * allowance // scale)
                 else:
                     tag, widest = TAG_FORCED, target
             if raised:
                 targets[position] = length
-            if rising is None:
-                lane_ids.append(ids[position])
-                targets_after.append(target)
-                tags.append(tag)
-                continue
-            # The shortest length that joins this lane as this item did; but what follows is nearer
-            # to a target that this item has raised than it was to the old one.
-            lowest = target + 1 if raised and tag else target - widest
+            below, nearer = -1, 0
             if position:
-                # From the square root of target x below upwards, rounded up, this lane wastes less.
                 below = targets[position - 1]
+                # From the square root of target x below upwards, rounded up, this lane wastes less.
                 nearer = isqrt(target * below - 1) + 1 if below else 1
-                lowest = nearer if nearer > lowest else lowest
-            left -= 1
-            more = left - find(rising, lowest, 0, left)
-            rows.append((ids[position], more + 1, target, tag))
-            if more:
-                left -= more
-                next(islice(coming, more, more), None)
-        if rows:
-            return Runs(*zip(*rows, strict=True))
-        return Runs(lane_ids, [1] * len(lengths), targets_after, tags)
+            lowest = target - widest
+            if nearer > lowest:
+                lowest = nearer
+            # What follows is nearer to a target that this item has raised than it was to the old.
+            stop = left - 1 if tag and raised else find(rising, lowest, 0, left)
+            runs.append((ids[position], left - stop, target, tag))
+            left = stop
+        return Runs(*zip(*runs, strict=True))
 
     def _threshold(self) -> tuple[int, int, int]:
         """(lanes that may still open, allowance, scale): a gap may be target * allowance / scale.
@@ -261,7 +293,9 @@ class Lanes:
         for lane, count in pairs:
             outstanding[lane] += count
             touched[lane] = now
-        forced = sum(compress(runs.counts, map(TAG_FORCED.__eq__, runs.tags)))
+        forced = 0
+        if TAG_FORCED in runs.tags:
+            forced = sum(compress(runs.counts, map(TAG_FORCED.__eq__, runs.tags)))
         self.opened_total += opened
         self.forced_total += forced
         self.crowded_total += items * min(self.lanes_active, self.lanes_limit)
@@ -396,6 +430,6 @@ class Lanes:
 
 def _if_descending(lengths: Sequence[int]) -> list[int] | None:
     """The lengths in ascending order if that is their reverse, else None."""
-    if not all(map(ge, lengths, islice(lengths, 1, None))):
-        return None
-    return list(reversed(lengths))
+    rising = list(reversed(lengths))
+    # To sort what is sorted takes one look at each.
+    return rising if rising == sorted(rising) else None
