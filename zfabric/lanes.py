@@ -165,21 +165,21 @@ class Lanes:
         In a message sorted from the longest down, all items down to where the answer would change
         join in one step; in any other, each item is a run of its own.
         """
-        rising: list[int] | None = None
-        if lengths:
-            shortest, longest = min(lengths), max(lengths)
-            if not 0 <= shortest <= longest <= TOKENS_MAX:
-                raise InvariantError(f"a length of {shortest} to {longest} reached the lanes")
-            # The ends tell nearly every other message from a sorted one, at no cost.
-            if longest == lengths[0] and shortest == lengths[-1]:
-                rising = _if_descending(lengths)
+        backwards = list(reversed(lengths))
+        # To sort what is sorted takes one look at each.
+        rising = sorted(backwards)
+        if rising and not 0 <= rising[0] <= rising[-1] <= TOKENS_MAX:
+            raise InvariantError(f"a length of {rising[0]} to {rising[-1]} reached the lanes")
         lanes = len(self._ids)
         if lengths and not lanes:
             self._open(0, lengths[0], self._targets)
         # A list is searched faster than an array, but has to be made and written back.
         copied = len(lengths) * LIST_PAYS_LANES >= lanes
         targets = self._targets.tolist() if copied else self._targets
-        runs = self._place_runs(rising, targets) if rising else self._place_each(lengths, targets)
+        if rising and rising == backwards:
+            runs = self._place_runs(rising, targets)
+        else:
+            runs = self._place_each(lengths, targets)
         if copied:
             self._targets = array("I", targets)
         self._note(runs, len(lengths), opened=len(self._ids) - lanes, now=now)
@@ -236,10 +236,11 @@ class Lanes:
             else:
                 position = find(targets, length, 0, position)
                 target = targets[position]
-                raised = position > 0 and length * length < target * targets[position - 1]
+                below = targets[position - 1] if position else -1
+                raised = length * length < target * below
             if raised:
                 position -= 1
-                target, gap = length, length - targets[position]
+                target, gap = length, length - below
             else:
                 gap = target - length
             widest = target * allowance // scale
@@ -253,15 +254,14 @@ class Lanes:
                     self._open(position, length, targets)
                     room, allowance = room - 1, allowance + _SPAN_PERCENT
                     widest = min(OPEN_ALWAYS_TOKENS, length * allowance // scale)
+                    below = targets[position - 1] if position else -1
                 else:
                     tag, widest = TAG_FORCED, target
             if raised:
                 targets[position] = length
-            below, nearer = -1, 0
-            if position:
-                below = targets[position - 1]
-                # From the square root of target x below upwards, rounded up, this lane wastes less.
-                nearer = isqrt(target * below - 1) + 1 if below else 1
+                below = targets[position - 1] if position else -1
+            # From the square root of target x below upwards, rounded up, this lane wastes less.
+            nearer = isqrt(target * below - 1) + 1 if below > 0 else below + 1
             lowest = target - widest
             if nearer > lowest:
                 lowest = nearer
@@ -385,12 +385,12 @@ class Lanes:
 
         None is all of them. Assign nothing while iterating.
         """
-        stop = len(self._ids) if target is None else bisect_left(self._targets, target)
-        ids, targets = self._ids[:stop], self._targets[:stop]
-        ids.reverse()
-        targets.reverse()
-        rows = zip(ids, targets, strict=True)
-        return rows if among is None else compress(rows, map(among.__contains__, ids))
+        ids, targets = self._ids, self._targets
+        stop = len(ids) if target is None else bisect_left(targets, target)
+        for position in range(stop - 1, -1, -1):
+            lane = ids[position]
+            if among is None or lane in among:
+                yield lane, targets[position]
 
     def target(self, lane_id: int) -> int:
         """The target of a lane in use, in tokens. Raises InvariantError if it is free."""
@@ -426,10 +426,3 @@ class Lanes:
             self._quiescing.pop(lane_id, None)
         size = self._used.bit_length()
         del self._outstanding[size:], self._touched[size:]
-
-
-def _if_descending(lengths: Sequence[int]) -> list[int] | None:
-    """The lengths in ascending order if that is their reverse, else None."""
-    rising = list(reversed(lengths))
-    # To sort what is sorted takes one look at each.
-    return rising if rising == sorted(rising) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
 from zfabric.lanes import Lanes
@@ -107,18 +107,18 @@ class Replay:
 
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
-        lane_ids, runs, _, _ = self.lanes.assign_runs(lengths, now)
-        queues = self._lengths
+        lane_ids, counts, _, _ = self.lanes.assign_runs(lengths, now)
+        parts: Sequence[Sequence[int]]
         if len(lane_ids) == len(lengths):
-            for lane, length in zip(lane_ids, lengths, strict=True):
-                queues[lane].append(length)
-            rows = [(k, n, sum(queues[k][-n:])) for k, n in Counter(lane_ids).items()]
-        else:
-            stops = list(accumulate(runs))
-            parts = list(map(lengths.__getitem__, map(slice, [0, *stops], stops)))
+            joined: defaultdict[int, list[int]] = defaultdict(list)
             # A deque without room only runs the map.
-            deque(map(list.extend, map(queues.__getitem__, lane_ids), parts), maxlen=0)
-            rows = list(zip(lane_ids, runs, map(sum, parts), strict=True))
+            deque(map(list.append, map(joined.__getitem__, lane_ids), lengths), maxlen=0)
+            lane_ids, parts = list(joined), list(joined.values())
+        else:
+            ends = accumulate(counts, initial=0)
+            parts = [lengths[start:stop] for start, stop in pairwise(ends)]
+        deque(map(list.extend, map(self._lengths.__getitem__, lane_ids), parts), maxlen=0)
+        rows = list(zip(lane_ids, map(len, parts), map(sum, parts), strict=True))
         self.order.added_rows(rows, now)
         self.ready_items += len(lengths)
 
