@@ -99,33 +99,30 @@ def pack_group(
     whole batch would then hold over `GROUP_PADDING_MAX_TOKENS` of padding.
     Raises InvariantError if the first lane is empty or there is none.
     """
-    taken: list[tuple[int, int]] = []
-    count = real = pad_to = longest = 0
+    source = iter(lanes)
+    lane_id, lengths = next(source, (0, ()))
+    packed = pack_tight(lengths, contract)
+    count, pad_to, longest = packed
+    taken = [(lane_id, count)]
     places, budget = contract.batch_items_max, contract.batch_tokens_max
-    for lane_id, lengths in lanes:
-        if not count:
-            count, pad_to, longest = pack_tight(lengths, contract)
-            real = sum(lengths[:count])
-            joined = count
-        else:
-            chosen = lengths[: places - count]
-            top, joined = max(chosen), len(chosen)
+    if count >= places or count < len(lengths) or (count + 1) * pad_to > budget:
+        return taken, packed
+    real = sum(lengths)
+    for lane_id, lengths in source:
+        chosen = lengths[: places - count]
+        top, joined = max(chosen), len(chosen)
+        wider = pad_to if top <= pad_to else pad_to_tokens(top)
+        if (count + joined) * wider > budget:
+            chosen = chosen[: max(0, budget // wider - count)]
+            top, joined = max(chosen, default=0), len(chosen)
             wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            if (count + joined) * wider > budget:
-                chosen = chosen[: max(0, budget // wider - count)]
-                top, joined = max(chosen, default=0), len(chosen)
-                wider = pad_to if top <= pad_to else pad_to_tokens(top)
-            real += sum(chosen)
-            if not joined or (count + joined) * wider - real > GROUP_PADDING_MAX_TOKENS:
-                break
-            count, pad_to = count + joined, wider
-            if top > longest:
-                longest = top
+        real += sum(chosen)
+        if not joined or (count + joined) * wider - real > GROUP_PADDING_MAX_TOKENS:
+            break
+        count, pad_to, longest = count + joined, wider, max(longest, top)
         taken.append((lane_id, joined))
         if count >= places or joined < len(lengths) or (count + 1) * pad_to > budget:
             break
-    if not taken:
-        raise InvariantError("a batch needs at least one item")
     return taken, Packed(count, pad_to, longest)
 
 

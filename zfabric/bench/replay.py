@@ -108,18 +108,17 @@ class Replay:
     def submit(self, lengths: Sequence[int], now: float) -> None:
         """One message arrives: assign it to lanes, enqueue it there, and count it as ready."""
         lane_ids, counts, _, _ = self.lanes.assign_runs(lengths, now)
-        parts: Sequence[Sequence[int]]
+        queues = map(self._lengths.__getitem__, lane_ids)
+        # A deque without room only runs the map.
         if len(lane_ids) == len(lengths):
-            joined: defaultdict[int, list[int]] = defaultdict(list)
-            # A deque without room only runs the map.
-            deque(map(list.append, map(joined.__getitem__, lane_ids), lengths), maxlen=0)
-            lane_ids, parts = list(joined), list(joined.values())
+            deque(map(list.append, queues, lengths), maxlen=0)
+            tokens: Iterable[int] = lengths
         else:
             ends = accumulate(counts, initial=0)
             parts = [lengths[start:stop] for start, stop in pairwise(ends)]
-        deque(map(list.extend, map(self._lengths.__getitem__, lane_ids), parts), maxlen=0)
-        rows = list(zip(lane_ids, map(len, parts), map(sum, parts), strict=True))
-        self.order.added_rows(rows, now)
+            deque(map(list.extend, queues, parts), maxlen=0)
+            tokens = map(sum, parts)
+        self.order.added_rows(list(zip(lane_ids, counts, tokens, strict=True)), now)
         self.ready_items += len(lengths)
 
     def maintain(self, now: float) -> None:
