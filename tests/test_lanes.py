@@ -212,6 +212,27 @@ def test_runs_are_the_items_of_a_message_in_its_order(
         assert whole.rows() == by_runs.rows()
 
 
+@settings(max_examples=150)
+@given(
+    st.sampled_from([1, 3, 16, 2_048]),
+    st.lists(st.lists(st.one_of(LENGTHS, st.integers(0, 20)), max_size=60), max_size=5),
+)
+def test_sorted_message_joins_the_lanes_that_its_items_join_alone(
+    limit: int, messages: list[list[int]]
+) -> None:
+    at_once, alone = Lanes(limit), Lanes(limit)
+    for message in messages:
+        message.sort(reverse=True)
+        rows = [alone.assign([length], 0.0) for length in message]
+        lane_ids, targets, tags = at_once.assign(message, 0.0)
+        assert (lane_ids, targets, list(tags)) == (
+            [row.lane_ids[0] for row in rows],
+            [row.targets[0] for row in rows],
+            [row.tags[0] for row in rows],
+        )
+        assert at_once.rows() == alone.rows()
+
+
 def test_descending_message_joins_a_lane_in_one_run() -> None:
     lanes = lanes_with(1_000)
     assert lanes.assign_runs([1_000, 995, 991, 991], 0.0) == ((0,), (4,), (1_000,), (0,))

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
 from zfabric.lanes import Lanes
@@ -28,6 +29,8 @@ from zfabric.sweep import candidates, goes_on_below
 CONTRACT = Contract(32, 65_536, 65_536)
 # Virtual seconds between two looks for idle lanes.
 MAINTAIN_S = 0.1
+# Of a packed batch: (items, pad-to).
+_SIZE = itemgetter(0, 1)
 
 
 class Totals:
@@ -50,7 +53,7 @@ class Totals:
 
     def sizes(self) -> Counter[tuple[int, int]]:
         """How many batches there were of each (items, pad-to)."""
-        self._sizes.update((count, pad_to) for count, pad_to, _ in self._packed)
+        self._sizes.update(map(_SIZE, self._packed))
         self._packed.clear()
         return self._sizes
 
@@ -136,8 +139,8 @@ class Replay:
     def _tight(self, now: float) -> None:
         lane = self.order.choose(now)
         if lane is not None:
-            lengths = self._lengths[lane][: self.contract.batch_items_max]
-            packed = pack_tight(lengths, self.contract)
+            contract = self.contract
+            packed = pack_tight(self._lengths[lane][: contract.batch_items_max], contract)
             self.totals.book(self._take(lane, packed.count, now), packed)
 
     def _strict(self, now: float) -> None:
