@@ -37,7 +37,7 @@ def append(store: Store, queue: LaneQueue, lengths: list[int], first: int = 1) -
     numbers = list(range(first, first + len(lengths)))
     payloads = [b"p%d" % n for n in numbers]
     items = Append(lengths, lengths, bytes(len(lengths)), 0, numbers, payloads)
-    store.append([queue] * len(lengths), items, 1.0)
+    store.append([(queue, len(lengths))], items, 1.0)
 
 
 def test_nothing_is_seen_past_the_boundary() -> None:

@@ -222,15 +222,16 @@ class Fabric:
         group = self.group_for(shape)
         targets: Sequence[int]
         if group.lanes is None:
-            queues = [self.queue(group, 0)] * len(lengths)
+            parts = [(self.queue(group, 0), len(lengths))]
             targets = (group.number_of(shape),) * len(lengths) if self._is_fifo else lengths
             tags = bytearray(len(lengths))
         else:
-            lane_ids, targets, tags = group.lanes.assign(lengths, now)
-            find = group.queues.get
-            queues = [find(lane) or self.queue(group, lane) for lane in lane_ids]
+            runs, find = group.lanes.assign_runs(lengths, now), group.queues.get
+            queues = [find(lane) or self.queue(group, lane) for lane in runs.lane_ids]
+            parts = list(zip(queues, runs.counts, strict=True))
+            targets, tags = list(runs.each(runs.targets)), bytearray(runs.each(runs.tags))
         found = Append(lengths, targets, tags, producer.index, numbers, payloads, gaps)
-        self.store.append(queues, found, now)
+        self.store.append(parts, found, now)
         self.recent.note(shape.model, shape.signature, lengths, now)
         items, tokens = len(lengths), sum(lengths)
         group.outstanding += items

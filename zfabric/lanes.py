@@ -74,6 +74,10 @@ class Runs(NamedTuple):
     targets: Sequence[int]
     tags: Sequence[int]
 
+    def each(self, column: Sequence[int]) -> Iterator[int]:
+        """One of the columns, an entry an item."""
+        return chain.from_iterable(map(repeat, column, self.counts))
+
 
 class LaneRow(NamedTuple):
     """One lane in use, as a dashboard shows it."""
@@ -150,14 +154,9 @@ class Lanes:
 
         Raises InvariantError, changing nothing, if a length is not 0 to TOKENS_MAX.
         """
-        lane_ids, counts, targets, tags = self.assign_runs(lengths, now)
-        if len(counts) == len(lengths):
-            return Assigned(list(lane_ids), list(targets), bytearray(tags))
-        return Assigned(
-            list(chain.from_iterable(map(repeat, lane_ids, counts))),
-            list(chain.from_iterable(map(repeat, targets, counts))),
-            bytearray(chain.from_iterable(map(repeat, tags, counts))),
-        )
+        runs = self.assign_runs(lengths, now)
+        lane_ids, targets, tags = map(runs.each, (runs.lane_ids, runs.targets, runs.tags))
+        return Assigned(list(lane_ids), list(targets), bytearray(tags))
 
     def assign_runs(self, lengths: Sequence[int], now: float) -> Runs:
         """As `assign`, but what joins a lane in one step is one entry of the columns.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
@@ -131,12 +131,19 @@ class Store:
             self.attempts[base + place] = charged
             queue.solo.add(base + place)
 
-    def append(self, queues: Sequence[LaneQueue], items: Append, now: float) -> None:
-        """Take in `items`, each for its queue; `publish` stores them and makes them visible."""
-        fresh = self._fresh
-        for queue, row in zip(queues, items.rows(self.backing.stamp_us(now)), strict=True):
-            fresh[queue].append(row)
-        self.items += len(queues)
+    def append(self, parts: Iterable[tuple[LaneQueue, int]], items: Append, now: float) -> None:
+        """Take in `items`; `publish` stores them and makes them visible.
+
+        `parts` say in order how many of them are for which queue.
+        """
+        fresh, rows = self._fresh, list(items.rows(self.backing.stamp_us(now)))
+        start = 0
+        for queue, count in parts:
+            fresh[queue] += rows[start : start + count]
+            start += count
+        if start != len(rows):
+            raise InvariantError(f"{len(rows)} items are taken in, and {start} have a queue")
+        self.items += len(rows)
         self.unwritten_bytes += sum(map(len, items.payloads))
 
     def _new_segment(self, queue: LaneQueue) -> Segment:
