@@ -15,14 +15,14 @@ import pytest
 
 from tests.running import PATIENCE_S, start_zfabric, until, zfabric
 from zfabric.access import KEY_ROLES
-from zfabric.chaos import judge
+from zfabric.chaos import judge, stage
 from zfabric.chaos.judge import Seen, expected
 from zfabric.chaos.peers import Rogue
 from zfabric.chaos.proxy import HOST, Proxy
 from zfabric.chaos.scenarios import BY_NAME, SCENARIOS
 from zfabric.client import Client
 from zfabric.keys import Keyring
-from zfabric.processes import Use, children
+from zfabric.processes import Processes, Use, children
 from zfabric.protocol import Type
 from zfabric.results import Item
 from zfabric.shapes import Shape
@@ -202,6 +202,22 @@ def test_every_fault_has_a_scenario_or_a_test_that_is_there() -> None:
 def test_names_are_unique_and_each_says_what_it_does() -> None:
     assert len(BY_NAME) == len(SCENARIOS)
     assert all(s.summary and s.faults for s in SCENARIOS)
+
+
+def test_engine_that_is_gone_already_is_as_good_as_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between the look for a worker's processes and the look at each of them."""
+    with Processes() as processes:
+        fabric = stage.Stage(processes, tmp_path)
+        worker = fabric.workers["gpu0"] = processes.start(["sleep", "60"])
+        gone, engine = processes.start(["true"]), processes.start(["sleep", "60"])
+        gone.wait()
+        monkeypatch.setattr(
+            stage, "children", lambda pid: [gone.pid, engine.pid] if pid == worker.pid else []
+        )
+        fabric.kill_engine("gpu0")
+        assert engine.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 # -- the real thing -------------------------------------------------------------------------------
