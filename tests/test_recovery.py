@@ -255,6 +255,53 @@ def test_answer_to_a_requeue_waits_until_it_is_kept(tmp_path: Path) -> None:
     assert [m.kind for m in producer.inbox if m.kind is Type.REPLY] == [Type.REPLY]
 
 
+def answered(bench: DiskBench, producer: FakeProducer, op: str, **args: object) -> None:
+    """Ask, and stop the broker in the moment in which the answer is on its way."""
+    producer.send(Type.REQUEST, {"id": 1, "op": op, "args": args})
+    bench.dispatcher.flush(bench.now)
+    if bench.durability == "fsync":
+        assert bench.dispatcher.sync_wanted
+        assert not bench.dispatcher.outgoing
+        bench.backing.sync()
+        bench.dispatcher.synced()
+    told = [decode(parcel.frames, FROM_BROKER).kind for parcel in bench.dispatcher.outgoing]
+    assert told == [Type.REPLY]
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_dead_record_that_was_dropped_stays_away_from_the_answer_on(
+    tmp_path: Path, durability: str
+) -> None:
+    bench = DiskBench(tmp_path, durability=durability, attempts_max=1)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100] * 2)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    kept, dropped = (record.id for record in bench.fabric.dead)
+    answered(bench, producer, "dead.drop", ids=[dropped])
+    bench.crash()
+    assert [record.id for record in bench.fabric.dead] == [kept]
+    bench.check()
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_name_of_a_forgotten_worker_is_free_from_the_answer_on(
+    tmp_path: Path, durability: str
+) -> None:
+    bench = DiskBench(tmp_path, durability=durability)
+    producer, worker = bench.producer(), bench.worker("gpu0")
+    bench.fabric.claims.claim("worker", "gpu0", "alice")
+    worker.send(Type.BYE, {"reason": "done"})
+    bench.settle()
+    answered(bench, producer, "workers.forget", name="gpu0")
+    bench.crash()
+    assert bench.fabric.claims.user_of("worker", "gpu0") is None
+
+
 def test_requeue_among_more_than_a_window_writes_is_answered_when_its_item_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@
     unclaim   kind, name          it is anybody's again
     retired   nonce, items, tokens, ...   a segment is over: completed, dead, quarantined
     dead      id, ...             an item that was given up, with its payload
-    undead    id                  that record was requeued or dropped
+    undead    id                  that record was dropped, or its item requeued and stored
     retry     number, of          a requeued item's number, and the one it retries
     hole      nonce, hole, ended   entries of a segment that are over, whose bytes are given back
     window    n                   the rest of this write belongs to commit window n; all that was

@@ -7,7 +7,7 @@ the fabric says what dies, the operator what lives again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +101,16 @@ class DeadLetters:
         self.payload_bytes += len(record.payload)
 
     def drop(self, record_id: int) -> DeadRecord | None:
-        """Forget a record; returns it, or None if there is none of that id."""
+        """Forget a record for good; returns it, or None if there is none of that id."""
+        return self._remove(record_id, self._backing.record)
+
+    def requeued(self, record_id: int) -> DeadRecord | None:
+        """As `drop`, of one whose item goes round once more: kept until that item is durable."""
+        return self._remove(record_id, self._backing.record_later)
+
+    def _remove(self, record_id: int, keep: Callable[..., None]) -> DeadRecord | None:
         record = self._records.pop(record_id, None)
         if record is not None:
             self.payload_bytes -= len(record.payload)
-            self._backing.record(t="undead", id=record_id)
+            keep(t="undead", id=record_id)
         return record

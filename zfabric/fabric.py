@@ -457,7 +457,7 @@ class Fabric:
             return None
         producer = self.producer(record.producer, now)
         self.group_for(record.shape)
-        self.dead.drop(record_id)
+        self.dead.requeued(record_id)
         number = BROKER_NUMBERS_FROM + record.id
         self.retries[number] = record.number
         self.store.backing.record(t="retry", number=number, of=record.number)

@@ -212,11 +212,6 @@ class FileBacking:
 
     def record(self, **fields: Any) -> None:
         """Add a record to the catalog, in this window."""
-        if fields["t"] == "undead":
-            # The record of a requeued item may go when the item itself is durable.
-            self._open_window.later.append(fields)
-            self.catalog.take(fields)
-            return
         if fields["t"] == "dead":
             # Until this window is over, recovery doubts it: the result may be torn.
             fields["window"] = self.window
@@ -224,6 +219,11 @@ class FileBacking:
             self._open_window.finished += self.results.pop(fields["i"], ())
         self.catalog.take(fields)
         self._log.append(catalogs.pack(fields))
+
+    def record_later(self, **fields: Any) -> None:
+        """Add a record to the catalog when this window, and all that waits, is durable."""
+        self.catalog.take(fields)
+        self._open_window.later.append(fields)
 
     def rewrite_catalog(self, nonces: Iterable[int]) -> None:
         """Replace the log by one that says the same in few records. Not while a window is open."""

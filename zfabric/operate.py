@@ -20,7 +20,7 @@ from zfabric.words import counted
 
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
-CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget"})
+CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget", "workers.forget"})
 # Those of them that take in items: their answer waits until these are written, too.
 TAKES_IN = frozenset({"dead.requeue"})
 # Items cancelled in a turn, some 100 us each on disk.

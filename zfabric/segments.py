@@ -211,6 +211,9 @@ class Backing(Protocol):
     def record(self, **fields: Any) -> None:
         """Keep what no segment can say of itself; see `catalog`."""
 
+    def record_later(self, **fields: Any) -> None:
+        """The same, once all that was stored before it is safe: it may take away its only copy."""
+
     def full(self, now: float) -> str | None:
         """Why nothing new may be taken in, or None where there is room."""
 
@@ -353,6 +356,9 @@ class MemoryBacking:
         """See Backing."""
 
     def record(self, **fields: Any) -> None:
+        """See Backing."""
+
+    def record_later(self, **fields: Any) -> None:
         """See Backing."""
 
     def full(self, now: float) -> str | None:
