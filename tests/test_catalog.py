@@ -42,6 +42,9 @@ RECORDS = st.one_of(
     ),
     st.fixed_dictionaries({"t": st.just("dead"), "id": small, "payload": st.binary(max_size=9)}),
     st.fixed_dictionaries({"t": st.just("undead"), "id": small}),
+    st.fixed_dictionaries(
+        {"t": st.just("pause"), "model": st.sampled_from("ab"), "paused": st.booleans()}
+    ),
     st.fixed_dictionaries({"t": st.just("retry"), "number": count, "of": count}),
     st.fixed_dictionaries({"t": st.just("window"), "n": st.integers(1, 99)}),
     st.fixed_dictionaries({"t": st.just("of a later release"), "x": small}),

@@ -200,6 +200,26 @@ def test_worker_that_is_gone_can_be_forgotten_and_no_other() -> None:
     bench.check()
 
 
+def test_model_that_an_operator_paused_is_not_forgotten_before_it_is_resumed() -> None:
+    bench = Bench()
+    operator, card = bench.producer("operator"), bench.worker("gpu0")
+    operator.ask("pause", model="m")
+    card.send(Type.BYE, {"reason": "done"})
+    bench.tick(1.1)
+    operator.ask("workers.forget", name="gpu0")
+    told = operator.ask("models.forget", model="m")
+    assert "m is paused" in told and "zfabric resume m" in told
+    again = bench.worker("gpu1")
+    operator.submit([100] * 8)
+    bench.tick(1.0)
+    bench.dispatch()
+    assert not again.batches
+    operator.ask("resume", model="m")
+    bench.dispatch()
+    assert again.batches
+    bench.check()
+
+
 def test_model_that_nobody_uses_can_be_forgotten_and_the_totals_stay() -> None:
     bench = Bench(linger_ms=0)
     bench.tick()

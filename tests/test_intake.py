@@ -516,3 +516,19 @@ def test_results_go_out_in_order_up_to_a_size_and_never_none(
     assert outbox.bytes_in_flight == sum(sizes)
     assert outbox.ack(outbox.last) == len(sizes)
     assert (outbox.bytes_in_flight, outbox.payload_bytes) == (0, 0)
+
+
+def test_new_model_takes_the_place_of_none_that_an_operator_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zfabric.fabric.MODELS_MAX", 2)
+    bench = Bench()
+    producer = bench.producer()
+    for name in ("paused", "idle"):
+        bench.fabric.model(name)
+    producer.ask("pause", model="paused")
+    producer.submit([10], Shape.of("new", "a"))
+    bench.settle()
+    assert list(bench.fabric.models) == ["paused", "new"]
+    assert bench.fabric.models["paused"].paused
+    bench.check()

@@ -302,6 +302,29 @@ def test_name_of_a_forgotten_worker_is_free_from_the_answer_on(
     assert bench.fabric.claims.user_of("worker", "gpu0") is None
 
 
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_pause_of_a_model_outlives_the_broker_and_its_end_does_too(
+    tmp_path: Path, durability: str
+) -> None:
+    bench = DiskBench(tmp_path, durability=durability)
+    producer = bench.producer()
+    producer.submit([100])
+    bench.settle()
+    answered(bench, producer, "pause", model="m")
+    # Whatever the catalog was written anew for meanwhile.
+    for _ in range(2):
+        bench.crash()
+        worker = bench.worker()
+        bench.dispatch()
+        assert not worker.batches
+    again(bench, producer)
+    answered(bench, producer, "resume", model="m")
+    bench.crash()
+    worker = bench.worker()
+    bench.dispatch()
+    assert worker.batches
+
+
 def test_requeue_among_more_than_a_window_writes_is_answered_when_its_item_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@
     forget    i                   the producer is forgotten
     claim     kind, name, user    the name belongs to the user whose key used it first
     unclaim   kind, name          it is anybody's again
+    pause     model, paused       an operator stopped the batches of a model, or let them go on
     retired   nonce, items, tokens, ...   a segment is over: completed, dead, quarantined
     dead      id, ...             an item that was given up, with its payload
     undead    id                  that record was dropped, or its item requeued and stored
@@ -75,6 +76,8 @@ class Catalog:
     retries: dict[int, int] = field(default_factory=dict)
     # (kind, name) -> user, oldest first
     claims: dict[tuple[str, str], str] = field(default_factory=dict)
+    # models whose batches an operator stopped
+    paused: set[str] = field(default_factory=set)
     # made of what could still be read: a number that is missing is no loss, it was not looked for
     salvaged: bool = False
     # the next commit window; all before the last one begun are on the device
@@ -113,6 +116,8 @@ class Catalog:
             self.claims[record["kind"], f"{record['name']}"] = f"{record['user']}"
         elif kind == "unclaim":
             self.claims.pop((record["kind"], f"{record['name']}"), None)
+        elif kind == "pause":
+            (self.paused.add if record["paused"] else self.paused.discard)(f"{record['model']}")
         elif kind == "window":
             self.window = max(self.window, record["n"])
 
@@ -169,6 +174,7 @@ class Catalog:
         out += [
             {"t": "claim", "kind": k, "name": n, "user": u} for (k, n), u in self.claims.items()
         ]
+        out += [{"t": "pause", "model": name, "paused": True} for name in sorted(self.paused)]
         store = {
             "t": "store",
             "id": self.store_id,

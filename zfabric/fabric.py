@@ -104,17 +104,17 @@ class Fabric:
         model = self.models.get(name)
         if model is None:
             if len(self.models) >= MODELS_MAX and not self.drop_idle_model():
-                raise PeerError("too_many_models", f"{MODELS_MAX} models have work or workers")
+                raise PeerError("too_many_models", f"{MODELS_MAX} models are in use")
             affine = self.config.next_shape == "affinity"
             chain_of = (lambda number: self.groups[number].shape.components) if affine else None
             model = self.models[name] = Model(name, Draining(self.limits, chain_of))
         return model
 
     def drop_idle_model(self, only: str | None = None) -> bool:
-        """Forget the oldest model (or `only`) without work and workers; whether there was one."""
+        """Forget the oldest model (or `only`) not in use and not served; whether there was one."""
         served = {worker.model for worker in self.workers.values()}
         for name, model in [(only, self.models[only])] if only else self.models.items():
-            if name not in served and not any(g.outstanding for g in model.groups.values()):
+            if name not in served and not model.in_use:
                 for group in list(model.groups.values()):
                     self._evict(group)
                 self.count("shape_switches_gone", model.draining.switches_total)

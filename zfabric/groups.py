@@ -111,3 +111,8 @@ class Model:
     input_tokens_max: int | None = None
     paused: bool = False
     pending_items: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it has items, or a pause, which an operator set and only an operator ends."""
+        return self.paused or any(group.outstanding for group in self.groups.values())

@@ -20,7 +20,9 @@ from zfabric.words import counted
 
 LIST_MAX = 1_000
 # Requests that change what is kept: their answer is a promise, and waits for the store.
-CHANGES = frozenset({"dead.requeue", "dead.drop", "producers.forget", "workers.forget"})
+CHANGES = frozenset(
+    {"dead.requeue", "dead.drop", "producers.forget", "workers.forget", "pause", "resume"}
+)
 # Those of them that take in items: their answer waits until these are written, too.
 TAKES_IN = frozenset({"dead.requeue"})
 # Items cancelled in a turn, some 100 us each on disk.
@@ -143,6 +145,12 @@ class Operations:
 
     def _models_forget(self, args: dict[str, Any], now: float) -> Any:
         model = self._model(args)
+        if model.paused:
+            raise PeerError(
+                "in_use",
+                f"{model.name} is paused, and would run when it comes back; "
+                f"`zfabric resume {model.name}` first",
+            )
         if not self._fabric.drop_idle_model(model.name):
             raise PeerError(
                 "in_use",
@@ -153,7 +161,9 @@ class Operations:
 
     def _pause(self, args: dict[str, Any], now: float, paused: bool) -> Any:
         model = self._model(args)
-        model.paused = paused
+        if model.paused != paused:
+            model.paused = paused
+            self._fabric.store.backing.record(t="pause", model=model.name, paused=paused)
         kind = "model_paused" if paused else "model_resumed"
         self._fabric.event(kind, model.name, now, model=model.name)
         return {"model": model.name, "paused": paused}

@@ -39,6 +39,8 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     known = backing.catalog
     fabric.restored(known.next_producer, known.next_dead, known.retries)
     fabric.claims.restore(known.claims)
+    for name in known.paused:
+        fabric.model(name).paused = True
     graves = Counter(record["producer"] for record in known.dead.values())
     for producer in found.producers.values():
         _restore_producer(fabric, producer, graves[producer.name], now)
