@@ -13,7 +13,7 @@ from tests.running import CONTRACT, FAST, PATIENCE_S, serving, until
 from tests.test_security import SHAPE, Secured, raw
 from zfabric import access, gate
 from zfabric.chaos.peers import Crowd
-from zfabric.errors import ConnectError, NotAllowed
+from zfabric.errors import PeerError, TooManyConnections, TooManyHandshakes
 from zfabric.keys import load_client_key
 from zfabric.results import Item
 from zfabric.worker import Worker
@@ -48,7 +48,7 @@ def test_connections_of_a_user_end_where_they_are_told_to(tmp_path):
         first = held.enter_context(secured.client("alice", name="one"))
         held.enter_context(secured.client("alice", name="two"))
         with pytest.raises(
-            NotAllowed, match=r"too_many_connections.*--user-connections-max"
+            TooManyConnections, match=r"too_many_connections.*--user-connections-max"
         ) as why:
             secured.client("alice", name="three", timeout_s=2.5)
         assert "alice has 2 connections, and one user may have 2" in str(why.value)
@@ -67,7 +67,7 @@ def test_worker_beyond_the_limit_of_its_user_says_so(tmp_path):
         with serving(FAST, secured.address, key=at["key"], broker_port=at["broker_port"]) as worker:
             until(lambda: worker.connected)
             other = Worker(FAST, model="m", contract=CONTRACT, name="w2", timeout_s=1.0, **at)
-            with pytest.raises(NotAllowed, match="too_many_connections: gpu has 1"):
+            with pytest.raises(TooManyConnections, match="too_many_connections: gpu has 1"):
                 other.run()
 
 
@@ -77,13 +77,65 @@ def test_user_who_knocks_too_often_waits_and_nobody_else_does(tmp_path, monkeypa
     with secure(tmp_path, user_connections_max=5) as secured:
         for _ in range(5):
             secured.client("op", role="operator").close()
-        with pytest.raises(ConnectError, match="the keys of op connect too often"):
+        with pytest.raises(TooManyHandshakes, match="the keys of op connect too often"):
             secured.client("op", role="operator", timeout_s=0.5)
         with contextlib.closing(secured.client("op", role="operator", timeout_s=PATIENCE_S)):
             refused = status(secured)["security"]["refusals"][access.TOO_MANY_HANDSHAKES]
             assert refused >= 1
         assert len(told(secured, access.TOO_MANY_HANDSHAKES)) == 1
         secured.client("mon", role="operator", timeout_s=5.0).close()
+
+
+@pytest.fixture
+def kept_out(monkeypatch):
+    """While it holds an endpoint, whoever knocks there is told to come later."""
+    endpoints = set()
+    opens = gate.Gate.opens
+
+    def later(self, endpoint, public, now):
+        if endpoint in endpoints:
+            raise PeerError(access.TOO_MANY_HANDSHAKES, "the keys knock too often")
+        return opens(self, endpoint, public, now)
+
+    monkeypatch.setattr(gate.Gate, "opens", later)
+    return endpoints
+
+
+def test_worker_that_is_told_later_says_so_though_it_dials_in_that_moment(
+    tmp_path, monkeypatch, kept_out
+):
+    """Its time-out is twice the silence after which it dials again, as by default."""
+    monkeypatch.setattr("zfabric.worker_session.SILENT_S", 0.5)
+    monkeypatch.setattr("zfabric.worker_session.SILENT_HEARTBEATS", 0)
+    kept_out.add(access.WORKERS)
+    with secure(tmp_path) as secured:
+        port = secured.config["consumer_port"]
+        worker = Worker(FAST, broker=secured.address, model="m", contract=CONTRACT, name="w",
+                        timeout_s=1.0, key=secured.key("gpu"), broker_port=port)  # fmt: skip
+        with pytest.raises(TooManyHandshakes, match=r"gpu connect too often.*more later") as why:
+            worker.run()
+        assert str(port) in str(why.value)
+        assert status(secured)["security"]["refusals"][access.TOO_MANY_HANDSHAKES] >= 2
+
+
+def test_worker_that_was_known_goes_on_for_as_long_as_it_is_told_later(
+    tmp_path, monkeypatch, caplog, kept_out
+):
+    monkeypatch.setattr("zfabric.worker_session.SILENT_S", 0.2)
+    with (
+        secure(tmp_path, heartbeat_s=0.1) as secured,
+        serving(FAST, secured.address, key=secured.key("gpu"), timeout_s=0.5,
+                broker_port=secured.config["consumer_port"]) as worker,
+    ):  # fmt: skip
+        until(lambda: worker.connected)
+        kept_out.add(access.WORKERS)
+        secured.restart()
+        until(lambda: status(secured)["security"]["refusals"][access.TOO_MANY_HANDSHAKES] >= 4)
+        said = [r for r in caplog.records if getattr(r, "event", "") == "broker_refused"]
+        assert [r.fields["code"] for r in said] == [access.TOO_MANY_HANDSHAKES]
+        assert "the keys of gpu connect too often" in said[0].getMessage()
+        kept_out.clear()
+        until(lambda: worker.connected)
 
 
 @pytest.mark.parametrize("manner", [["--open", "100"], ["--hasty"]], ids=["patient", "hasty"])

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
+
+from tests.running import until
+from zfabric.transport import Trouble, connect_watched
 
 ROOT = Path(__file__).parents[1]
 # Longer than any interval at which libzmq would speak of its own accord.
@@ -93,3 +97,36 @@ def test_reset_of_a_channel_that_a_client_does_not_read() -> None:
         finally:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("listening", [True, False])
+def test_trouble_of_the_last_connection_holds_until_the_next_one_knows_better(
+    listening: bool,
+) -> None:
+    before = Trouble(None, "the keys connect too often", later=True)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if not listening:
+            silent.close()
+        dealer, handshakes = connect_watched(
+            context, f"tcp://127.0.0.1:{port}", None, before=before
+        )
+        try:
+            if listening:
+                # It is taken, and nothing is said to it: nothing new is known.
+                connection, _ = silent.accept()
+                assert connection.recv(64)
+                assert handshakes.trouble(None) == before
+                connection.close()
+                until(lambda: handshakes.trouble(None) != before)
+                trouble = handshakes.trouble(None)
+                assert trouble is not None and "ends every connection" in trouble.text
+            else:
+                assert handshakes.trouble(None) in (before, None)
+                until(lambda: handshakes.trouble(None) is None)
+                assert handshakes.unreached
+        finally:
+            handshakes.close()
+            context.destroy(0)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from zfabric.errors import ProtocolError as ProtocolError
     from zfabric.errors import Refused as Refused
     from zfabric.errors import TimeoutExpired as TimeoutExpired
+    from zfabric.errors import TooManyConnections as TooManyConnections
+    from zfabric.errors import TooManyHandshakes as TooManyHandshakes
     from zfabric.errors import VersionMismatch as VersionMismatch
     from zfabric.results import Item as Item
     from zfabric.results import Result as Result
@@ -56,7 +58,7 @@ _MODULE_OF = {
         (
             *("Backpressure", "ConfigError", "ConnectError", "FabricError", "ItemFailed", "Lost"),
             *("NameInUse", "NotAllowed", "ProtocolError", "Refused", "TimeoutExpired"),
-            "VersionMismatch",
+            *("TooManyConnections", "TooManyHandshakes", "VersionMismatch"),
         ),
         "errors",
     ),

@@ -13,19 +13,19 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
-from zfabric.access import NOT_ALLOWED, PASSING_CODES, REASONS
+from zfabric.access import NOT_ALLOWED, PASSING_CODES
 from zfabric.addresses import format_address, parse_address
 from zfabric.errors import (
     ConnectError,
     FabricError,
-    NameInUse,
     NotAllowed,
-    ProtocolError,
     TimeoutExpired,
-    VersionMismatch,
+    TooManyConnections,
+    TooManyHandshakes,
 )
 from zfabric.keys import ClientKey, client_key
 from zfabric.link import UNREACHED, Link
+from zfabric.refusals import for_good, so_far
 from zfabric.session import News, Session
 from zfabric.shapes import check_name
 
@@ -91,14 +91,13 @@ class Connection(ABC):
         if failure is not None:
             raise failure
         if taken is not None and taken[0] == "name_in_use":
-            raise NameInUse(f"{taken[1]} at {self.address}; choose another name")
+            raise so_far(*taken, self.address)
         if taken is not None and taken[0] in PASSING_CODES:
-            raise NotAllowed(f"{self.address}: {taken[0]}: {taken[1]}")
+            raise TooManyConnections(f"{self.address}: {taken[0]}: {taken[1]}")
         trouble = self._link.trouble
         if trouble is not None:
-            raise ConnectError(
-                f"no connection to {self.address} for {timeout_s:g} s: {trouble.text}"
-            )
+            kind = TooManyHandshakes if trouble.later else ConnectError
+            raise kind(f"no connection to {self.address} for {timeout_s:g} s: {trouble.text}")
         raise ConnectError(_unanswered(self.address, f" within {timeout_s:g} s"))
 
     @property
@@ -227,6 +226,4 @@ def _failure(code: str, text: str, address: str) -> FabricError:
     """What an error that no further attempt can cure is to a caller."""
     if code == UNREACHED:
         return ConnectError(_unanswered(address, ""))
-    if code in REASONS:
-        return NotAllowed(text)
-    return VersionMismatch(text) if code == "version_mismatch" else ProtocolError(text)
+    return for_good(code, text)

@@ -31,6 +31,14 @@ class NotAllowed(FabricError):
     """The broker refuses this key, one connection more, a name to its user, or what is asked."""
 
 
+class TooManyConnections(NotAllowed):
+    """The broker serves as many connections as it may, of this user or of all together."""
+
+
+class TooManyHandshakes(ConnectError):
+    """The broker asks to come later: the keys of this user connect too often."""
+
+
 class ProtocolError(FabricError):
     """The other side sent something that the protocol does not allow."""
 

@@ -94,9 +94,12 @@ class Link:
                 again = self._step(socket)
                 self._judge(handshakes)
                 if again:
+                    before = handshakes.trouble(self._key)
                     handshakes.close()
                     socket.close(0)
-                    socket, handshakes = connect_watched(context, self.address, self._key)
+                    socket, handshakes = connect_watched(
+                        context, self.address, self._key, before=before
+                    )
                     with self._lock:
                         self.reconnects += 1
                         self._session.open(time.monotonic())

@@ -48,22 +48,32 @@ Socket = zmq.Socket[bytes]
 
 
 class Trouble(NamedTuple):
-    """Why there is no connection. With a `code` no further attempt can cure it."""
+    """Why there is no connection. With a `code` no further attempt can cure it.
+
+    `later` is where the broker asks for patience: this user connects too often.
+    """
 
     code: str | None
     text: str
+    later: bool = False
 
 
 class Handshakes:
-    """What became of a socket's handshakes. Made before it connects, closed before it is."""
+    """What became of a socket's handshakes. Made before it connects, closed before it is.
 
-    def __init__(self, context: zmq.Context[Socket], socket: Socket) -> None:
+    `before` is what spoke against the last connection: it does so until this one knows better.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Socket], socket: Socket, before: Trouble | None = None
+    ) -> None:
         address = f"inproc://zfabric-client-{next(_numbers)}"
         socket.monitor(address, FAILURES | LIFE)
         self._socket = socket
         self._monitor: Socket = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(address)
+        self._before = before
         self._failed = False
         self._connected = False
         # an attempt ended before there was a connection: nothing listens there, or not yet
@@ -81,8 +91,13 @@ class Handshakes:
                 return
             if event["event"] == zmq.EVENT_CLOSED:
                 self.unreached = self.unreached or not self._connected
+                self._before = None if self.unreached else self._before
                 continue
             self._connected, self.unreached = True, False
+            if event["event"] == zmq.EVENT_CONNECTED:
+                # What became of the last attempt holds until this one is over.
+                continue
+            self._before = None
             self._failed = bool(event["event"] & FAILURES)
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = self._refused or event["value"] == REFUSED_STATUS
@@ -107,11 +122,10 @@ class Handshakes:
                 "what listens there takes no keys, so it is not the broker that this key is for",
             )
         if not self._failed:
-            return None
+            return self._before
         if self._later and key is not None:
-            return Trouble(
-                None, f"the keys of {key.user} connect too often; the broker lets in more later"
-            )
+            text = f"the keys of {key.user} connect too often; the broker lets in more later"
+            return Trouble(None, text, later=True)
         said = "it has another key than the one in your key's file" if key else "it asks for a key"
         return Trouble(None, f"what listens there ends every connection: {said}, or is no broker")
 
@@ -147,12 +161,17 @@ def connect_dealer(
 
 
 def connect_watched(
-    context: zmq.Context[Socket], address: str, key: ClientKey | None
+    context: zmq.Context[Socket],
+    address: str,
+    key: ClientKey | None,
+    *,
+    before: Trouble | None = None,
+    linger_ms: int = 2_000,
 ) -> tuple[Socket, Handshakes]:
-    """The same with a key, if there is one, and what becomes of its handshakes."""
-    socket = _dealer(context, address, 2_000)
+    """The same, and what becomes of its handshakes; `before` is what spoke against the last one."""
+    socket = _dealer(context, address, linger_ms)
     set_key(socket, key)
-    handshakes = Handshakes(context, socket)
+    handshakes = Handshakes(context, socket, before)
     socket.connect(address)
     return socket, handshakes
 

@@ -25,7 +25,7 @@ import time
 
 import zmq
 
-from zfabric.access import REASONS
+from zfabric.access import TOO_MANY_HANDSHAKES
 from zfabric.addresses import format_address, parse_address
 from zfabric.config import ClientConfig
 from zfabric.connection import Key, server_key
@@ -37,18 +37,18 @@ from zfabric.errors import (
     ConnectError,
     FabricError,
     InvariantError,
-    NameInUse,
-    NotAllowed,
     PeerError,
     ProtocolError,
+    TooManyHandshakes,
     VersionMismatch,
 )
 from zfabric.keys import client_key
 from zfabric.protocol import WINDOW_MAX
+from zfabric.refusals import for_good, so_far
 from zfabric.session import News as PortNews
 from zfabric.session import Session
 from zfabric.shapes import Contract, check_name
-from zfabric.transport import Handshakes, connect_watched
+from zfabric.transport import Handshakes, Trouble, connect_watched
 from zfabric.worker_session import LIVE, News, WorkerSession
 from zfabric.worklog import say
 
@@ -244,12 +244,11 @@ class Worker:
         if self._refusal is not None:
             since, code, text = self._refusal
             if now - since > self._timeout_s:
-                if code == "name_in_use":
-                    raise NameInUse(f"{text} at {self.address}; choose another name")
-                kind = NotAllowed if code in REASONS else ConnectError
-                raise kind(f"{self.address}: {code}: {text}")
+                raise so_far(code, text, self.address)
         elif not self._met and now - self._began_s > self._timeout_s:
-            raise ConnectError(self._unanswered())
+            trouble = self._trouble()
+            kind = TooManyHandshakes if trouble is not None and trouble.later else ConnectError
+            raise kind(self._unanswered(trouble))
         if not self._session.leaving or self._session.running:
             return False
         if self._session.settled:
@@ -257,9 +256,8 @@ class Worker:
         self._leave_by = self._leave_by or now + LEAVE_S
         return now > self._leave_by
 
-    def _unanswered(self) -> str:
+    def _unanswered(self, trouble: Trouble | None) -> str:
         """Where an answer was sought, and none came in time."""
-        trouble = self._handshakes.trouble(self._key) if self._handshakes is not None else None
         if trouble is not None:
             return f"{self._workers_at or self.address}: {trouble.text}"
         if self._port is not None:
@@ -293,8 +291,15 @@ class Worker:
     def _connect(self, address: str) -> None:
         if self._context is None:
             raise InvariantError("the worker does not run")
+        before = self._trouble()
         self._hang_up()
-        self._link, self._handshakes = connect_watched(self._context, address, self._key)
+        self._link, self._handshakes = connect_watched(
+            self._context, address, self._key, before=before
+        )
+
+    def _trouble(self) -> Trouble | None:
+        """What speaks against a connection, or spoke against the last one."""
+        return self._handshakes.trouble(self._key) if self._handshakes is not None else None
 
     def _hang_up(self) -> None:
         if self._handshakes is not None:
@@ -355,34 +360,34 @@ class Worker:
         if news.fatal is not None:
             self._give_up(*news.fatal)
         for code, text in news.errors:
-            if (code, text) != self._said:
-                self._said = code, text
-                self._say("broker_refused", f"the broker refused: {code}: {text}", code=code)
+            self._say_refused(code, text)
             if not self.connected and self._refusal is None:
                 self._refusal = (now, code, text)
         if news.welcomed:
             self._met, self._refusal, self._said = True, None, None
             self._say("broker_connected", f"connected to {self.address}")
         if news.reconnect:
-            self._say("broker_lost", f"the broker at {self.address} went away")
+            trouble = self._trouble()
+            if trouble is None or not trouble.later:
+                self._say("broker_lost", f"the broker at {self.address} went away")
             self._dial(now)
 
+    def _say_refused(self, code: str, text: str) -> None:
+        """Once, for as long as it goes on."""
+        if (code, text) != self._said:
+            self._said = code, text
+            self._say("broker_refused", f"the broker refused: {code}: {text}", code=code)
+
     def _give_up(self, code: str, text: str) -> None:
-        said = f"the broker at {self.address} refuses {self.name}: {code}: {text}"
-        if code == "version_mismatch":
-            raise VersionMismatch(said)
-        if code in REASONS:
-            raise NotAllowed(said)
-        if code in ("bad_contract", "input_max_differs"):
-            raise ConfigError(said)
-        raise ProtocolError(said)
+        raise for_good(code, f"the broker at {self.address} refuses {self.name}: {code}: {text}")
 
     def _tell(self, now: float) -> None:
         greeted = self._asking is None and self.connected
-        if self._handshakes is not None and not greeted:
-            trouble = self._handshakes.trouble(self._key)
-            if trouble is not None and trouble.code is not None:
-                self._give_up(trouble.code, trouble.text)
+        trouble = None if greeted else self._trouble()
+        if trouble is not None and trouble.code is not None:
+            self._give_up(trouble.code, trouble.text)
+        if trouble is not None and trouble.later:
+            self._say_refused(TOO_MANY_HANDSHAKES, trouble.text)
         serving = self._loaded and self._resume_at is None
         stats = {"state": self.state, "pid": self._child.pid, **self._cache.fields()}
         self._session.serve(serving, stats)

@@ -116,7 +116,7 @@ class Stage:
             raise FabricError(f"worker {name} has no engine process")
         # A helper process of Python's may be among them; the engine is the one that works.
         for pid in below:
-            # It may have ended by itself meanwhile: its files are gone, or say so when they are read.
+            # It may have ended by itself meanwhile, and its files with it.
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
