@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,12 +250,20 @@ def test_fabric_holds_under(name: str, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def fabric_of_others(place: Path, keys: Path | None = None) -> Iterator[str]:
+def fabric_of_others(place: Path, keys: Path | None = None, *flags: object) -> Iterator[str]:
     """A broker's process; its address."""
+    with broker_of_others(place, keys, *flags) as (_, address):
+        yield address
+
+
+@contextlib.contextmanager
+def broker_of_others(
+    place: Path, keys: Path | None = None, *flags: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     words = ["broker", "--port", 0, "--memory", "--json", *(["--keys", keys] if keys else [])]
-    with start_zfabric(*map(str, words), cwd=place) as broker:
+    with start_zfabric(*map(str, (*words, *flags)), cwd=place) as broker:
         try:
-            yield json.loads(broker.stdout.readline())["producers"]
+            yield broker, json.loads(broker.stdout.readline())["producers"]
         finally:
             broker.terminate()
             broker.communicate(timeout=PATIENCE_S)
@@ -381,6 +390,12 @@ def test_key_without_a_fabric_of_others_is_refused(tmp_path: Path) -> None:
     assert "--key goes with --against" in done.stderr
 
 
+def key_flags(ring: Keyring) -> list[str]:
+    """A key of each role that a run plays."""
+    roles = ("producer", "worker", "operator")
+    return [word for role in roles for word in ("--key", str(_file(ring, role)))]
+
+
 def _file(ring: Keyring, user: str) -> Path:
     return ring.directory / f"{user}.key"
 
@@ -436,4 +451,49 @@ def test_signal_ends_a_run_against_others_and_takes_its_names_away(tmp_path: Pat
             _, err = chaos.communicate(timeout=PATIENCE_S)
         assert chaos.returncode == 143, err
         assert names_in(address) == {"producers": [], "workers": [], "models": []}
+        assert not list(tmp_path.iterdir())
+
+
+NOTHING: dict[str, list[str]] = {"producers": [], "workers": [], "models": []}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_signal_in_the_midst_of_tidying_does_not_end_it(tmp_path: Path, sign: int) -> None:
+    with fabric_of_others(tmp_path) as address:
+        words = ("chaos", "many_workers", "--against", address, "--dir", str(tmp_path))
+        with start_zfabric(*words, cwd=tmp_path) as chaos:
+            with contextlib.closing(Client(address, role="operator", key="none")) as operator:
+                # Producers go first: some 500 workers are on the lists yet.
+                until(lambda: operator.stats()["events_total"].get("producer_forgotten"))
+                chaos.send_signal(sign)
+                left = len(operator.request("workers"))
+            out, err = chaos.communicate(timeout=PATIENCE_S)
+        assert left > 50
+        assert (chaos.returncode, out) == (128 + sign, ""), err
+        assert names_in(address) == NOTHING
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+def test_second_signal_ends_a_run_that_tidies_at_once(tmp_path: Path) -> None:
+    with broker_of_others(tmp_path) as (broker, address):
+        words = ("chaos", "come_and_go", "--for", "60", "--against", address)
+        with start_zfabric(*words, "--dir", str(tmp_path), cwd=tmp_path) as chaos:
+            until(lambda: len(names_in(address)["workers"]) > 10)
+            # Nobody answers who could forget a name.
+            broker.send_signal(signal.SIGSTOP)
+            try:
+                chaos.terminate()
+                with pytest.raises(subprocess.TimeoutExpired):
+                    chaos.wait(2.0)
+                chaos.terminate()
+                _, err = chaos.communicate(timeout=5.0)
+            finally:
+                broker.send_signal(signal.SIGCONT)
+                chaos.kill()
+        assert chaos.returncode == 143, err
+        assert "Traceback" not in err
         assert not list(tmp_path.iterdir())

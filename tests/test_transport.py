@@ -110,9 +110,7 @@ def test_trouble_of_the_last_connection_holds_until_the_next_one_knows_better(
         port = silent.getsockname()[1]
         if not listening:
             silent.close()
-        dealer, handshakes = connect_watched(
-            context, f"tcp://127.0.0.1:{port}", None, before=before
-        )
+        _, handshakes = connect_watched(context, f"tcp://127.0.0.1:{port}", None, before=before)
         try:
             if listening:
                 # It is taken, and nothing is said to it: nothing new is known.

@@ -6,6 +6,7 @@ one lock and are woken through futures. Times are seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -67,8 +68,12 @@ class Connection(ABC):
             self.key,
             patient=patient,
         )
-        self._link.start()
-        self._await_welcome(timeout_s)
+        with contextlib.ExitStack() as undoing:
+            # Whatever ends the wait: nobody else could close it.
+            undoing.callback(self.close, 1.0)
+            self._link.start()
+            self._await_welcome(timeout_s)
+            undoing.pop_all()
 
     @abstractmethod
     def _act(self, news: News) -> None:
@@ -87,7 +92,6 @@ class Connection(ABC):
                 return
             failure = self._failure
             taken = self._session.last_refusal
-        self.close(timeout_s=1.0)
         if failure is not None:
             raise failure
         if taken is not None and taken[0] == "name_in_use":

@@ -90,5 +90,9 @@ class NoSpace(StorageError):
     """The file system is full: intake stops until there is room again, the rest goes on."""
 
 
+class Inconclusive(FabricError):
+    """What was to be tried could not be: a limit that did its work kept it from being done."""
+
+
 class InvariantError(FabricError):
     """The broker's own state contradicts itself: going on could poison a cache or lose work."""

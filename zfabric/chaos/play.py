@@ -21,9 +21,9 @@ from zfabric.chaos import judge
 from zfabric.chaos.load import MODEL, Load
 from zfabric.chaos.peers import Crowd, Rogue
 from zfabric.chaos.proxy import HOST, Proxy
-from zfabric.chaos.remote import Keys, Remote, ask
+from zfabric.chaos.remote import Keys, Remote, Tidying, ask
 from zfabric.chaos.stage import Stage
-from zfabric.errors import FabricError
+from zfabric.errors import FabricError, TooManyConnections, TooManyHandshakes
 from zfabric.processes import Processes, wait_for
 
 # Items of one round of a scenario that does not say otherwise, some seconds of work.
@@ -59,6 +59,8 @@ class Run:
     mark: str
     model: str
     cycles: int
+    # all that were at work so far
+    crowds: list[Crowd]
     proxy: Proxy | None = None
     recovered_s: list[float] = field(default_factory=list)
 
@@ -93,7 +95,9 @@ class Run:
     def crowd(self, count: int, model: str, *, window: int = 2) -> Crowd:
         """Many workers."""
         fabric = self.fabric
-        return Crowd(fabric.workers_address, count, model, fabric.keys.worker, window=window)
+        crowd = Crowd(fabric.workers_address, count, model, fabric.keys.worker, window=window)
+        self.crowds.append(crowd)
+        return crowd
 
     def rogue(self) -> Rogue:
         """A worker that says what it likes."""
@@ -164,8 +168,17 @@ class Report:
     rss_after_bytes: int | None = None
     seconds: float = 0.0
     broken: list[str] = field(default_factory=list)
+    # the limit of somebody else's fabric that kept the fault from being done
+    inconclusive: str | None = None
     # names of this run that could not be taken off the lists of somebody else's fabric
     left: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """BROKEN where an invariant broke, inconclusive where that could not be tried, or held."""
+        if self.broken:
+            return "BROKEN"
+        return "held" if self.inconclusive is None else "inconclusive"
 
 
 def play(
@@ -177,31 +190,61 @@ def play(
     cycles: int = 300,
     against: str | None = None,
     keys: Keys = NO_KEYS,
+    report: Report | None = None,
 ) -> Report:
     """Do the fault once, and again until `seconds` are over; what fails is in the report.
 
-    `against` is the address of somebody else's fabric, `keys` are those for it.
+    `against` is the address of somebody else's fabric, `keys` are those for it; what a signal
+    leaves there is in `report`, too. A SystemExit in its midst ends it and everything that it has
+    made; there must be no second one.
     """
-    report, began = Report(scenario.name, scenario.faults), time.monotonic()
+    began = time.monotonic()
+    report = Report(scenario.name, scenario.faults) if report is None else report
     chance = random.Random(f"{scenario.name} {seed}")
-    with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(Processes())
-        # Not drawn from the seed: another run may be at work on the same fabric.
-        mark = f"chaos-{secrets.token_hex(6)}"
-        try:
-            fabric: Stage | Remote
-            if against is not None:
-                fabric = remote = Remote(against, keys)
-                stack.callback(lambda: report.left.extend(remote.forget(mark)))
-            else:
-                fabric = Stage(processes, directory, scenario.broker)
-                fabric.start_broker()
-            run = _set(stack, scenario, fabric, processes, directory, chance, cycles, mark)
-            _rounds(run, scenario, report, began + seconds)
-        except (FabricError, TimeoutError, OSError, LookupError) as error:
-            report.broken.append(f"{type(error).__name__}: {error}")
+    # Not drawn from the seed: another run may be at work on the same fabric.
+    mark = f"chaos-{secrets.token_hex(6)}"
+    tidying = Tidying(mark)
+    crowds: list[Crowd] = []
+    try:
+        with contextlib.ExitStack() as stack:
+            processes = stack.enter_context(Processes())
+            try:
+                fabric: Stage | Remote
+                if against is not None:
+                    fabric = tidying.remote = Remote(against, keys)
+                    stack.callback(tidying.finish)
+                else:
+                    fabric = Stage(processes, directory, scenario.broker)
+                    fabric.start_broker()
+                run = _set(
+                    stack, scenario, fabric, processes, directory, chance, cycles, mark, crowds
+                )
+                _rounds(run, scenario, report, began + seconds)
+            except (FabricError, TimeoutError, OSError, LookupError) as error:
+                _blame(report, error, crowds if against is not None else None)
+    finally:
+        # Again where a signal came while names were taken off the lists.
+        tidying.finish()
+        report.left = tidying.left
     report.seconds = time.monotonic() - began
     return report
+
+
+def _blame(report: Report, error: Exception, crowds: Sequence[Crowd] | None) -> None:
+    """Whether an error broke the fabric, or a limit of somebody else's did its work.
+
+    `crowds` were at work there; None is a fabric of our own, which has no limits.
+    """
+    limit: Exception | None = None
+    if isinstance(error, TooManyConnections | TooManyHandshakes):
+        limit = error
+    elif isinstance(error, TimeoutError):
+        # Who should have done it in time was not let in.
+        limit = next((crowd.kept_out for crowd in crowds or () if crowd.kept_out), None)
+    if crowds is not None and limit is not None:
+        report.inconclusive = str(limit)
+    else:
+        report.broken.append(f"{type(error).__name__}: {error}")
 
 
 def _set(
@@ -213,8 +256,9 @@ def _set(
     chance: random.Random,
     cycles: int,
     mark: str,
+    crowds: list[Crowd],
 ) -> Run:
-    """The fabric's workers and the load, ready."""
+    """The fabric's workers and the load, ready; `crowds` gets the workers that are one."""
     proxy = None
     model = MODEL if isinstance(fabric, Stage) else mark
     address = fabric.address
@@ -223,6 +267,7 @@ def _set(
         address = format_address(HOST, fabric.ports[0])
     if scenario.crowd:
         crowd = Crowd(fabric.workers_address, scenario.crowd, model, fabric.keys.worker)
+        crowds.append(crowd)
         stack.enter_context(crowd)
     elif isinstance(fabric, Stage):
         for k in range(2):
@@ -230,7 +275,7 @@ def _set(
         fabric.await_workers(2)
     load = Load(address, mark, chance, model=model, key=fabric.keys.producer)
     stack.callback(load.close)
-    return Run(fabric, load, chance, processes, directory, mark, model, cycles, proxy)
+    return Run(fabric, load, chance, processes, directory, mark, model, cycles, crowds, proxy)
 
 
 def _rounds(run: Run, scenario: Scenario, report: Report, until_s: float) -> None:

@@ -68,7 +68,10 @@ class Remote:
             admitted(self.workers_address, keys.worker)
 
     def forget(self, mark: str) -> list[str]:
-        """Forget what is gone and has this mark; returns what is still there in the end."""
+        """Forget what is gone and has this mark; returns what is still there in the end.
+
+        Within TIDY_S, and ANSWER_S for each of a connection and an answer that do not come.
+        """
         until = time.monotonic() + TIDY_S
         try:
             with operator(self.address, self.keys.operator, patient=False) as client:
@@ -77,6 +80,26 @@ class Remote:
                 return left
         except (FabricError, OSError) as error:
             return [f"all of {mark}: {error}"]
+
+
+class Tidying:
+    """Takes what a run has made off the lists of somebody else's fabric: to the end, and once.
+
+    A signal may end one attempt; the next one then does all that is left.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.remote: Remote | None = None
+        # what is still there in the end
+        self.left: list[str] = []
+        self._mark = mark
+        self._is_done = False
+
+    def finish(self) -> None:
+        """Do it, where there is something to do; see `Remote.forget` for how long it may take."""
+        if self.remote is not None and not self._is_done:
+            self.left = self.remote.forget(self._mark)
+            self._is_done = True
 
 
 def _forget(client: Client, mark: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from zfabric.chaos.exits import KEPT_OUT
 from zfabric.chaos.play import FINISH_S, Run, Scenario, expect, pause
 from zfabric.chaos.stage import LEASE_S, START_S
 from zfabric.chaos.strangers import (
@@ -28,7 +29,7 @@ from zfabric.chaos.strangers import (
     port_scan,
     wrong_completions,
 )
-from zfabric.errors import FabricError
+from zfabric.errors import FabricError, TooManyConnections
 from zfabric.processes import wait_for
 
 # Beyond any lease.
@@ -271,7 +272,9 @@ def producer_exits(run: Run) -> None:
         "zfabric.chaos.exits", "submit", address=run.fabric.address, name=f"{run.mark}-{name}",
         model=run.model, key=run.fabric.keys.producer,
     )  # fmt: skip
-    process.communicate(timeout=FINISH_S)
+    said, _ = process.communicate(timeout=FINISH_S)
+    if process.returncode == KEPT_OUT:
+        raise TooManyConnections(said)
     expect(process.returncode == 0, f"the producer ended with code {process.returncode}")
     with run.producing(name, run.model) as heir:
         heir.await_results(1, FINISH_S)

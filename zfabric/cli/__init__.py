@@ -1,9 +1,9 @@
 """The command `zfabric`: which commands there are, and what an error becomes.
 
 Standard output is data, standard error is talk. Exit codes: 0; 1 work failed; 2 usage or
-configuration; 3 broker not reached; 4 time-out; 5 invariant broken; 130 and 143 signals. Whatever a
-command needs that is slow to import (sockets, engines, screens) is imported when it runs, never
-for `--help`.
+configuration; 3 broker not reached; 4 time-out; 5 invariant broken; 6 inconclusive; 130 and 143
+signals. Whatever a command needs that is slow to import (sockets, engines, screens) is imported
+when it runs, never for `--help`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from zfabric.cli.parser import Parser
 from zfabric.errors import (
     ConfigError,
     ConnectError,
+    Inconclusive,
     InvariantError,
     NameInUse,
     NotAllowed,
@@ -44,6 +45,7 @@ from zfabric.errors import (
 )
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHED, EXIT_TIMEOUT, EXIT_INVARIANT = 1, 2, 3, 4, 5
+EXIT_INCONCLUSIVE = 6
 EXIT_SIGINT, EXIT_SIGPIPE = 130, 141
 
 GROUPS = (
@@ -63,7 +65,7 @@ workers run the batches, producers get their results back, and nothing is lost o
 
 EPILOG = """\
 exit codes: 0 done; 1 work failed; 2 usage or configuration; 3 broker not reached; 4 time-out;
-5 invariant broken; 130, 143 ended by a signal
+5 invariant broken; 6 inconclusive: it could not be tried; 130, 143 ended by a signal
 """
 
 
@@ -118,4 +120,6 @@ def exit_code(error: Exception) -> int:
         return EXIT_UNREACHED
     if isinstance(error, InvariantError):
         return EXIT_INVARIANT
+    if isinstance(error, Inconclusive):
+        return EXIT_INCONCLUSIVE
     return EXIT_FAILED

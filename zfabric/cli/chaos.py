@@ -16,7 +16,8 @@ from zfabric.cli import common
 from zfabric.cli.children import end_all, ending_on_signals
 from zfabric.cli.parser import count
 from zfabric.config_keys import NO_KEY
-from zfabric.errors import ConfigError, InvariantError, NotAllowed
+from zfabric.errors import ConfigError, Inconclusive, InvariantError, NotAllowed
+from zfabric.processes import children
 from zfabric.words import counted
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ TEXT = """
 Start a real fabric (a broker, two workers of the simulated engine, a producer), do one fault to
 it, and judge: every accepted item has one result, with the bytes of a run without faults; the
 books balance; the broker keeps no descriptor and no thread. Each scenario gets a fabric of its
-own, and is done again until --for is over. Exit code 5 says that an invariant broke.
+own, and is done again until --for is over. Exit code 5 says that an invariant broke, 6 that a limit
+of somebody else's fabric kept a scenario from being tried.
 
 With --against the harmless ones are done to a fabric that runs, under models and names of their
 own, which are taken off its lists at the end. Where that fabric has keys, a run needs three, one of
@@ -75,18 +77,46 @@ def run(args: argparse.Namespace) -> int:
     keys = _keys(args) if args.against is not None else Keys()
     # Each peer is told of its key; none may come to another by the environment.
     common.without_keys()
-    with ending_on_signals():
+    passing: list[Path] = []
+    others = children(os.getpid())
+
+    def end() -> None:
+        """Whatever was started here, at once."""
+        end_all(pid for pid in children(os.getpid()) if pid not in others)
+        for directory in passing:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    with ending_on_signals(end):
         if args.against is not None:
             # Whether it is there, and lets us in, is no verdict on it.
             try:
                 Remote(args.against, keys)
             except NotAllowed as error:
                 raise error if keys != Keys() else NotAllowed(f"{error}; {NEEDED}") from None
-        reports = _play(args, chosen, keys)
+        try:
+            reports = _play(args, chosen, keys, passing)
+        except SystemExit:
+            # It may have come between a process and whoever would have ended it.
+            end()
+            raise
+        finally:
+            for directory in passing:
+                shutil.rmtree(directory, ignore_errors=True)
     _show(args, reports)
+    return _verdict(reports)
+
+
+def _verdict(reports: list[Report]) -> int:
+    """0 where all held. Raises InvariantError where one broke, or Inconclusive."""
     broken = [report.scenario for report in reports if report.broken]
     if broken:
         raise InvariantError(f"{len(broken)} of {len(reports)} broke: {', '.join(broken)}")
+    untried = [report.scenario for report in reports if report.inconclusive is not None]
+    if untried:
+        raise Inconclusive(
+            f"{len(untried)} of {len(reports)} could not be tried, since a limit of that fabric "
+            f"kept them from it: {', '.join(untried)}"
+        )
     return 0
 
 
@@ -118,40 +148,38 @@ def _keys(args: argparse.Namespace) -> Keys:
     )
 
 
-def _play(args: argparse.Namespace, chosen: list[Scenario], keys: Keys) -> list[Report]:
-    """Play them one after another; what a signal ends leaves no process and no file."""
-    from zfabric.chaos.play import play
-    from zfabric.processes import children
+def _play(
+    args: argparse.Namespace, chosen: list[Scenario], keys: Keys, passing: list[Path]
+) -> list[Report]:
+    """Play them one after another. `passing` are directories that nobody needs when it is over."""
+    from zfabric.chaos.play import Report, play
 
     reports: list[Report] = []
-    passing: list[Path] = []
-    others = children(os.getpid())
-    try:
-        for scenario in chosen:
-            directory = Path(tempfile.mkdtemp(prefix=f"zfabric-{scenario.name}-", dir=args.dir))
-            passing.append(directory)
-            common.say(f"zfabric: {scenario.name}: {scenario.summary}")
-            report = play(
+    for scenario in chosen:
+        directory = Path(tempfile.mkdtemp(prefix=f"zfabric-{scenario.name}-", dir=args.dir))
+        passing.append(directory)
+        common.say(f"zfabric: {scenario.name}: {scenario.summary}")
+        report = Report(scenario.name, scenario.faults)
+        reports.append(report)
+        try:
+            play(
                 scenario, directory, seed=args.seed, seconds=args.seconds, cycles=args.cycles,
-                against=args.against, keys=keys,
+                against=args.against, keys=keys, report=report,
             )  # fmt: skip
-            reports.append(report)
+        finally:
+            # Where a signal ended it, too: what is left on the lists of others is to be known.
             _tell(report, directory)
-            if report.broken:
-                passing.remove(directory)
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
-    except SystemExit:
-        # It may have come between a process and whoever would have ended it.
-        end_all(pid for pid in children(os.getpid()) if pid not in others)
-        raise
-    finally:
-        for directory in passing:
+        if report.broken:
+            passing.remove(directory)
+        else:
             shutil.rmtree(directory, ignore_errors=True)
     return reports
 
 
 def _tell(report: Report, directory: Path) -> None:
+    if report.inconclusive is not None:
+        limit = common.clean(report.inconclusive)
+        common.say(f"zfabric: {report.scenario}: could not be tried: {limit}")
     for text in report.broken:
         common.say(f"zfabric: {report.scenario}: {common.clean(text)}")
     if report.broken:
@@ -203,7 +231,7 @@ def _show(args: argparse.Namespace, reports: list[Report]) -> None:
         [
             r.scenario, _numbers(r.faults), r.tries, f"{r.items:,}", _seconds(r.recovered_median_s),
             _seconds(r.recovered_worst_s), r.lost, r.visible_twice, r.residual_items,
-            "BROKEN" if r.broken else "held",
+            r.verdict,
         ]
         for r in reports
     ]  # fmt: skip

@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from zfabric.errors import FabricError, TimeoutExpired
 from zfabric.processes import children
 
 STOP_S = 10.0
+# Signals this close are one order: `timeout` sends its own to a process, and to the group it is in.
+SAME_ORDER_S = 0.5
 PR_SET_PDEATHSIG = 1
 LOG_TAIL_CHARS = 600
 # How the line begins that says why a command ended; see `cli.main`.
@@ -104,16 +106,22 @@ class Children:
 
 
 @contextlib.contextmanager
-def ending_on_signals() -> Iterator[None]:
+def ending_on_signals(at_once: Callable[[], None] | None = None) -> Iterator[None]:
     """While this is open a signal ends the command like an exception, so that its children end too.
 
-    The first one: those after it are ignored, so that nothing is left of what ends meanwhile.
+    The first one: those after it are ignored, so that nothing is left of what ends meanwhile. Where
+    `at_once` is given, a second one calls it and ends the process.
     """
+    first_s: list[float] = []
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        for each in former:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+    def end(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        first_s.append(now)
+        if len(first_s) == 1:
+            raise SystemExit(128 + number)
+        if at_once is not None and now - first_s[0] > SAME_ORDER_S:
+            at_once()
+            os._exit(128 + number)
 
     heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What nohup has told this process to ignore, it goes on ignoring.
