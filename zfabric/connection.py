@@ -69,7 +69,7 @@ class Connection(ABC):
             patient=patient,
         )
         with contextlib.ExitStack() as undoing:
-            # Whatever ends the wait: nobody else could close it.
+            # Whatever ends the wait, a signal too: nobody else could close it.
             undoing.callback(self.close, 1.0)
             self._link.start()
             self._await_welcome(timeout_s)
@@ -92,6 +92,8 @@ class Connection(ABC):
                 return
             failure = self._failure
             taken = self._session.last_refusal
+        # The link's last look is the latest word on why.
+        self.close(timeout_s=1.0)
         if failure is not None:
             raise failure
         if taken is not None and taken[0] == "name_in_use":
