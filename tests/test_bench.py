@@ -197,7 +197,7 @@ def test_instructions_per_item_have_not_grown_by_a_fifth() -> None:
 
 
 def test_a_count_is_the_same_twice() -> None:
-    case, drawn = policies.Case(60, "group"), lengths.synthetic()
+    case, drawn = policies.Case(60, "group", 1_024), lengths.synthetic()
     assert policies.counted(case, drawn, 1) == policies.counted(case, drawn, 1)
 
 

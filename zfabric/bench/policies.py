@@ -1,6 +1,8 @@
 """The policies alone: how many items a second one core assigns, enqueues and packs.
 
-Messages come as clients send them, sorted from the longest down, into one shape. Timed, for people;
+Messages come as clients send them, sorted from the longest down, into one shape: a window of items at
+a time as the SDK does it, or each message by itself, as with items that have numbers of their own
+and must keep their order. Timed, for people;
 and counted in bytecode instructions, which are the same on every machine with the same Python, for
 a check that fails when the hot path grows. What runs inside C functions is not counted.
 """
@@ -18,20 +20,30 @@ from typing import Any, NamedTuple
 import zfabric
 from zfabric.bench.lengths import synthetic
 from zfabric.bench.replay import Replay
+from zfabric.outgoing import MESSAGE_ITEMS
+from zfabric.results import WINDOW_ITEMS
 
-MESSAGE = 1_024
 BACKLOG = 10_000
 # Virtual arrivals per second.
 RATE = 2_225
-# Items that are counted, after as many that only fill the lanes; counting takes its time.
-COUNTED_ITEMS = 20 * MESSAGE
+# Items that are counted, after as many that only fill the lanes: whole windows.
+COUNTED_ITEMS = 3 * WINDOW_ITEMS
 # Runs of which the fastest is printed: others only add what else the machine did.
 RUNS = 7
 # Growth that fails the check.
 GROWTH_MAX = 1.2
 # Instructions for each item on the synthetic trace, by version of Python and case.
 RECORDED = {
-    "3.11": {"group 60": 48.6, "tight 60": 25.5, "group 2048": 74.5, "tight 2048": 67.1},
+    "3.11": {
+        "group 60 1024": 47.2,
+        "tight 60 1024": 25.8,
+        "group 2048 1024": 74.1,
+        "tight 2048 1024": 68.5,
+        "group 60 8192": 28.5,
+        "tight 60 8192": 21.4,
+        "group 2048 8192": 33.0,
+        "tight 2048 8192": 27.2,
+    },
 }
 
 
@@ -40,22 +52,29 @@ class Case(NamedTuple):
 
     lanes: int
     packing: str
+    # items that are sorted together
+    window: int
 
     @property
     def name(self) -> str:
-        return f"{self.packing} {self.lanes}"
+        return f"{self.packing} {self.lanes} {self.window}"
 
 
-CASES = (Case(60, "group"), Case(60, "tight"), Case(2_048, "group"), Case(2_048, "tight"))
+CASES = tuple(
+    Case(lanes, packing, window)
+    for window in (MESSAGE_ITEMS, WINDOW_ITEMS)
+    for lanes in (60, 2_048)
+    for packing in ("group", "tight")
+)
 
 
-def messages(lengths: Sequence[int], items: int, seed: int) -> list[list[int]]:
-    """`items` drawn lengths in messages, each from the longest down."""
+def messages(lengths: Sequence[int], items: int, window: int, seed: int) -> list[list[int]]:
+    """`items` drawn lengths in messages, each window from the longest down."""
     rng = random.Random(seed)
-    return [
-        sorted(rng.choices(lengths, k=min(MESSAGE, items - start)), reverse=True)
-        for start in range(0, items, MESSAGE)
-    ]
+    drawn = rng.choices(lengths, k=items)
+    for start in range(0, items, window):
+        drawn[start : start + window] = sorted(drawn[start : start + window], reverse=True)
+    return [drawn[start : start + MESSAGE_ITEMS] for start in range(0, items, MESSAGE_ITEMS)]
 
 
 def feed(replay: Replay, drawn: Sequence[Sequence[int]], now: float) -> float:
@@ -70,7 +89,7 @@ def feed(replay: Replay, drawn: Sequence[Sequence[int]], now: float) -> float:
 
 def timed(case: Case, lengths: Sequence[int], items: int, seed: int) -> float:
     """Items per second of CPU, when the lanes have settled; the fastest of RUNS."""
-    drawn = messages(lengths, items, seed)
+    drawn = messages(lengths, items, case.window, seed)
     best = 0.0
     for _ in range(RUNS):
         replay = Replay(case.lanes, case.packing)
@@ -84,7 +103,7 @@ def timed(case: Case, lengths: Sequence[int], items: int, seed: int) -> float:
 
 def counted(case: Case, lengths: Sequence[int], seed: int) -> float:
     """Bytecode instructions of this package for each item."""
-    drawn = messages(lengths, 2 * COUNTED_ITEMS, seed)
+    drawn = messages(lengths, 2 * COUNTED_ITEMS, case.window, seed)
     replay = Replay(case.lanes, case.packing)
     half = len(drawn) // 2
     now = feed(replay, drawn[:half], 0.0)
@@ -118,6 +137,7 @@ def run(lengths: Sequence[int], items: int, seed: int) -> Iterator[dict[str, Any
         yield {
             "lanes": case.lanes,
             "packing": case.packing,
+            "window": case.window,
             "items_per_s": timed(case, lengths, items, seed),
             "instructions_per_item": counted(case, lengths, seed),
         }

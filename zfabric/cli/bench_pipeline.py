@@ -56,7 +56,9 @@ def add(within: common.Commands) -> None:
     pipeline.add_argument(
         "--durability", nargs="+", choices=DURABILITIES, default=["fsync"], help="(fsync)"
     )
-    pipeline.add_argument("--grid", action="store_true", help="the table of the docs, 5 to 15 minutes")
+    pipeline.add_argument(
+        "--grid", action="store_true", help="the table of the docs, 5 to 15 minutes"
+    )
     tables.trace_flags(pipeline)
     _common(pipeline)
     peers = common.add_command(

@@ -319,10 +319,11 @@ def _policies(args: argparse.Namespace) -> int:
     if args.check:
         return _check_counts(args)
     rows = list(policies.run(lengths.trace(args.lengths, args.column), args.items, args.seed))
-    about = {"items": args.items, "message": policies.MESSAGE, "backlog": policies.BACKLOG}
+    about = {"items": args.items, "message": policies.MESSAGE_ITEMS, "backlog": policies.BACKLOG}
     shown: dict[str, Callable[[Any], str]] = {
         "lanes": "{:,}".format,
         "packing": str,
+        "window": "{:,}".format,
         "items_per_s": _whole,
         "instructions_per_item": "{:.1f}".format,
     }
