@@ -1,10 +1,10 @@
 """The policies alone: how many items a second one core assigns, enqueues and packs.
 
-Messages come as clients send them, sorted from the longest down, into one shape: a window of items at
-a time as the SDK does it, or each message by itself, as with items that have numbers of their own
-and must keep their order. Timed, for people;
-and counted in bytecode instructions, which are the same on every machine with the same Python, for
-a check that fails when the hot path grows. What runs inside C functions is not counted.
+Messages come as clients send them, sorted from the longest down, into one shape: a window of items
+at a time as the SDK does it, or each message by itself, as where items have numbers of their own
+and must keep their order. Timed, for people; and counted in bytecode instructions, which are the
+same on every machine with the same Python, for a check that fails when the hot path grows. What
+runs inside C functions is not counted.
 """
 
 from __future__ import annotations

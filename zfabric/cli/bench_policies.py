@@ -314,12 +314,13 @@ def _order(args: argparse.Namespace) -> int:
 
 def _policies(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, policies
+    from zfabric.outgoing import MESSAGE_ITEMS
 
     check_positive(args, "items")
     if args.check:
         return _check_counts(args)
     rows = list(policies.run(lengths.trace(args.lengths, args.column), args.items, args.seed))
-    about = {"items": args.items, "message": policies.MESSAGE_ITEMS, "backlog": policies.BACKLOG}
+    about = {"items": args.items, "message": MESSAGE_ITEMS, "backlog": policies.BACKLOG}
     shown: dict[str, Callable[[Any], str]] = {
         "lanes": "{:,}".format,
         "packing": str,
