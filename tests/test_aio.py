@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import threading
 
@@ -94,6 +95,40 @@ def test_what_is_no_item_is_told(asynchronous):
         items = [item(0), None]
         with pytest.raises(TypeError, match="items must be Item, not NoneType"):
             await client.submit_many(later(items) if asynchronous else items)
+
+    run(scenario)
+
+
+def test_a_window_larger_than_the_room_that_is_left_goes_in_parts():
+    async def main(address):
+        async with AsyncClient(address, buffer_items=40) as client:
+            nobody = Item(Shape.of("nobody"), b"", 1)
+            for _ in range(36):
+                await client.submit(nobody)
+            got = [r.custom_id async for r in client.map(map(item, range(30)), buffersize=1_000)]
+            assert sorted(got) == sorted(f"q-{k}" for k in range(30))
+            assert not client.client._room
+            # Not by leaving, which would wait for what nobody serves.
+            await client.close()
+
+    with brokering() as broker, serving(FAST, broker.address):
+        asyncio.run(main(broker.address))
+
+
+def test_an_asynchronous_source_runs_in_one_task():
+    seen = []
+    place = contextvars.ContextVar("place", default=0)
+
+    async def source():
+        for k in range(4):
+            seen.append(place.get())
+            place.set(k + 1)
+            yield item(k)
+            await asyncio.sleep(0.01)
+
+    async def scenario(client):
+        assert len([r async for r in client.map(source())]) == 4
+        assert seen == [0, 1, 2, 3]
 
     run(scenario)
 

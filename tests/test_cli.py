@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -267,6 +268,18 @@ def test_a_broker_says_where_it_is_and_ends_in_good_order(broker_process, number
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (code, "")
     assert "kept in memory" in err
+
+
+def test_a_volley_of_signals_ends_a_broker(tmp_path):
+    """Any may come in the midst of another: none of them may wait for what the other holds."""
+    for _ in range(5):
+        process = start_zfabric("broker", "--port", "0", "--json", "--memory", cwd=tmp_path)
+        assert process.stdout.readline()
+        with contextlib.suppress(ProcessLookupError):
+            for k in range(400):
+                os.kill(process.pid, signal.SIGTERM if k % 2 else signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode in (0, 130)
 
 
 def test_a_port_that_is_taken_is_code_2(broker_process, capsys):

@@ -116,6 +116,19 @@ def test_what_goes_together_is_sent_by_shape_the_longest_first() -> None:
         assert [r.custom_id for r in mapped] == [str(k) for k in range(900)]
 
 
+def test_a_window_larger_than_the_room_that_is_left_goes_in_parts() -> None:
+    with running() as (_, at), working(at.workers), Client(at.producers, buffer_items=40) as client:
+        # Of a model that nobody serves: they are open for good.
+        stuck = [client.submit(Item(Shape.of("nobody"), b"", 1), timeout=10) for _ in range(36)]
+        got = client.map(items(30), buffersize=1_000, timeout=20)
+        assert sorted(int(r.custom_id or "") for r in got) == list(range(30))
+        stuck += [client.submit(Item(Shape.of("nobody"), b"", 1), timeout=10) for _ in range(4)]
+        with pytest.raises(TimeoutExpired, match="no room for 2 s: 40 open items"):
+            list(client.map(items(1), timeout=2))
+        assert not client._room
+        client.close()
+
+
 def test_map_without_order_gives_each_result_once() -> None:
     with running() as (_, at), working(at.workers), Client(at.producers) as client:
         got = [r.custom_id for r in client.map(items(3_000), timeout=30)]

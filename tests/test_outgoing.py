@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from zfabric import results
 from zfabric.outgoing import sending_order
-from zfabric.results import WINDOW_BYTES, WINDOW_ITEMS, Item, take_window, window_items
+from zfabric.results import WINDOW_BYTES, WINDOW_ITEMS, Item, window_items, windows
 from zfabric.shapes import Shape
 
 A, B = Shape.of("m", "a"), Shape.of("m", "b")
@@ -33,6 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Iterator[Item]]:
 def test_shapes_stay_together_and_the_longest_goes_first() -> None:
     shapes, lengths = [A, B, A, B, A], [3, 9, 7, 9, 5]
     assert sending_order(shapes, lengths) == [2, 4, 0, 1, 3]
+    # of another model, with the same components
+    other = Shape.of("n", "a")
+    assert sending_order([A, other, A, other], [1, 2, 3, 4]) == [2, 0, 3, 1]
     assert sending_order([], []) == []
 
 
@@ -51,16 +56,39 @@ def test_shapes_stay_together_and_the_longest_goes_first() -> None:
 def test_a_window_is_as_large_as_its_source_is_fast(
     clock: Callable[[float], Iterator[Item]], every_s: float, items: int
 ) -> None:
-    assert len(take_window(clock(every_s), WINDOW_ITEMS)) == pytest.approx(items, abs=1)
+    assert len(next(windows(clock(every_s), WINDOW_ITEMS))) == pytest.approx(items, abs=1)
 
 
 def test_a_window_is_bounded_in_items_and_in_bytes() -> None:
     source = itertools.repeat(Item(A, bytes(WINDOW_BYTES // 4), 1))
-    assert len(take_window(source, WINDOW_ITEMS)) == 4
-    assert len(take_window(itertools.repeat(Item(A, b"", 1)), 10)) == 10
-    assert take_window(iter([]), 10) == []
-    with pytest.raises(TypeError, match="items must be Item, not str"):
-        take_window(iter(["x"]), 10)  # type: ignore[list-item]
+    assert len(next(windows(source, WINDOW_ITEMS))) == 4
+    assert len(next(windows(itertools.repeat(Item(A, b"", 1)), 10))) == 10
+    assert list(windows([], 10)) == []
+
+
+@pytest.mark.parametrize(("given", "error"), [(KeyError("x"), KeyError), ("x", TypeError)])
+def test_what_a_source_gave_before_it_failed_goes_first(
+    given: object, error: type[Exception]
+) -> None:
+    def source() -> Iterator[Any]:
+        yield from [Item(A, b"", 1)] * 3
+        if isinstance(given, Exception):
+            raise given
+        yield given
+
+    parts = windows(source(), 10)
+    assert len(next(parts)) == 3
+    with pytest.raises(error):
+        next(parts)
+
+
+def test_an_item_keeps_the_bytes_that_it_was_made_of() -> None:
+    buffer = bytearray(b"first")
+    item = Item(A, buffer, 1)
+    buffer[:] = b"other"
+    assert item.payload == b"first"
+    # of elements that are wider than a byte, too
+    assert len(Item(A, memoryview(array("Q", [1, 2])), 1).payload) == 16
 
 
 def test_most_of_what_may_be_open_stays_open_while_a_window_is_gathered() -> None:

@@ -17,19 +17,27 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from zfabric.client import Client
+from zfabric.client import ROOM_S, Client
 from zfabric.connection import Key
-from zfabric.errors import Backpressure, ConnectError, TimeoutExpired
-from zfabric.results import CHUNK_S, Item, Reorder, Result, Results, Sink, Window, window_items
+from zfabric.errors import ConnectError, TimeoutExpired
+from zfabric.results import (
+    CHUNK_S,
+    Item,
+    Reorder,
+    Result,
+    Results,
+    Sink,
+    Window,
+    not_an_item,
+    window_items,
+    windows,
+)
 from zfabric.waiting import drain_aloud
-from zfabric.words import counted
 
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
 
 T = TypeVar("T")
-# Items that are taken from a source between two turns of the event loop.
-YIELD_ITEMS = 1_024
 
 
 class AsyncClient:
@@ -166,8 +174,9 @@ class AsyncClient:
         order: Reorder | None,
     ) -> None:
         """Submit while there is room; in a task of its own, beside the reading of results."""
+        window_max = window_items(min(buffersize, self.client.buffer_items))
         try:
-            async for window in _windows(items, window_items(buffersize)):
+            async for window in _windows(items, window_max):
                 while len(results) - results.taken + len(window) > buffersize:
                     with self.client.blocked():
                         await results.until_taken()
@@ -185,15 +194,20 @@ class AsyncClient:
         *,
         stream: bool = False,
     ) -> Future[None]:
-        while (accepted := self.client.enqueue(items, sink, order)) is None:
-            waiting = self.client.blocked() if stream else nullcontext()
+        client = self.client
+        while (accepted := client.enqueue(items, sink, order)) is None:
+            # As `Client.enqueue_waiting` does.
+            part_at = time.monotonic() + ROOM_S
+            room = client.room(len(items))
+            waiting = client.blocked() if stream else nullcontext()
             try:
                 with waiting:
-                    await _within(self.client.room(len(items)), until)
+                    await _within(room, part_at if until is None else min(part_at, until))
             except TimeoutError:
-                raise Backpressure(
-                    f"no room: {counted(self.client.buffer_items, 'open item')}, the buffer's limit"
-                ) from None
+                last = until is not None and until <= part_at
+                items = client.enqueue_part(items, sink, order, last=last)
+            finally:
+                client.leave(room)
         return accepted
 
     # -- the rest -----------------------------------------------------------------------------
@@ -316,38 +330,39 @@ async def _windows(
         async for each in _async_windows(aiter(items), items_max):
             yield each
         return
-    window = Window(items_max)
-    for item in items:
-        if window.add(item):
-            yield window.items
-            window = Window(items_max)
-        if len(window.items) % YIELD_ITEMS == 0:
-            # A source that never waits must not keep the loop from everybody else.
-            await asyncio.sleep(0)
-    if window.items:
-        yield window.items
+    for window in windows(items, items_max):
+        yield window
+        # A source that never waits must not keep the loop from everybody else.
+        await asyncio.sleep(0)
 
 
 async def _async_windows(source: AsyncIterator[Item], items_max: int) -> AsyncIterator[list[Item]]:
-    """The next item is awaited in a task, so that a window can go before it has come."""
+    """The source runs in a task of its own, one item ahead, so that a window can go before it."""
     end = object()
+    given: asyncio.Queue[Any] = asyncio.Queue()
+    wanted = asyncio.Semaphore(1)
 
-    async def following() -> Any:
-        return await anext(source, end)
+    async def read() -> None:
+        async for item in source:
+            await wanted.acquire()
+            given.put_nowait(item)
 
-    window = Window(items_max)
-    task = asyncio.ensure_future(following())
+    window, wrong = Window(items_max), None
+    reader = asyncio.ensure_future(read())
+    reader.add_done_callback(lambda _: given.put_nowait(end))
     try:
         while True:
-            await asyncio.wait({task}, timeout=CHUNK_S if window.items else None)
-            if not task.done():
+            try:
+                async with asyncio.timeout(CHUNK_S if window.items else None):
+                    item = await given.get()
+            except TimeoutError:
                 yield window.items
                 window = Window(items_max)
                 continue
-            item = task.result()
-            if item is end:
+            wanted.release()
+            if not isinstance(item, Item):
+                wrong = None if item is end else not_an_item(item)
                 break
-            task = asyncio.ensure_future(following())
             if not window.items:
                 # Nobody was kept waiting for the first one.
                 window = Window(items_max)
@@ -356,6 +371,9 @@ async def _async_windows(source: AsyncIterator[Item], items_max: int) -> AsyncIt
                 window = Window(items_max)
         if window.items:
             yield window.items
+        if wrong is not None:
+            raise wrong
+        reader.result()
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import socket as sockets
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -122,8 +121,9 @@ class Broker:
         self._deaf_to: str | None = None
         self._stats: zmq.Socket[bytes] | None = None
         self._stalled: dict[tuple[str, bytes], deque[list[bytes]]] = {}
-        self._drain_asked = threading.Event()
-        self._stop_asked = threading.Event()
+        # Not events: setting one takes a lock, which a second signal would wait for in the midst of
+        # the first.
+        self._drain_asked = self._stop_asked = False
         self.publishing = Publishing(self.dispatcher, config.hz)
         self._questions: deque[Future[dict[str, Any]]] = deque()
         self._slices = [0] * (len(SLICE_BOUNDS_S) + 1)
@@ -199,11 +199,11 @@ class Broker:
 
     def drain(self) -> None:
         """Ask for an orderly end; safe from any thread and from a signal handler."""
-        self._drain_asked.set()
+        self._drain_asked = True
 
     def stop(self) -> None:
         """Ask for an end now; safe from any thread and from a signal handler."""
-        self._stop_asked.set()
+        self._stop_asked = True
 
     def close(self) -> None:
         """Close every socket; what was not sent is dropped."""
@@ -235,7 +235,7 @@ class Broker:
             self._deaf_to = WORKERS
             ends_s = time.monotonic() + FAREWELL_S
             self._serve(until=lambda: time.monotonic() >= ends_s)
-            if not self._stop_asked.is_set():
+            if not self._stop_asked:
                 self._seal()
         finally:
             self.close()
@@ -249,7 +249,7 @@ class Broker:
             self._backing.seal(unwritten=self.dispatcher.fabric.store.unwritten)
 
     def _serve(self, until: Callable[[], bool]) -> None:
-        while not (self._stop_asked.is_set() or until()):
+        while not (self._stop_asked or until()):
             self._waited_s = self._wait_s(time.monotonic())
             ready = dict(self._poller.poll(math.ceil(self._waited_s * 1000)))
             if self._wake_r.fileno() in ready:
@@ -281,7 +281,7 @@ class Broker:
                 self.dispatcher.shift(late_s)
                 self.dispatcher.fabric.event("broker_late", f"by {late_s:.1f} s", now)
         self._turn_started_s = now
-        if self._drain_asked.is_set():
+        if self._drain_asked:
             self.dispatcher.drain(now)
         self._end_sync()
         if self.door is not None:

@@ -9,6 +9,7 @@ items are safe with the broker, and what was not accepted is sent again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from array import array
@@ -29,8 +30,8 @@ from zfabric.results import (
     Sink,
     end_sink,
     status_name,
-    take_window,
     window_items,
+    windows,
 )
 from zfabric.session import Arrival, News
 from zfabric.waiting import drain_aloud, mapped
@@ -39,6 +40,8 @@ from zfabric.words import counted
 if TYPE_CHECKING:
     from zfabric.batchoptions import Summary
 
+# Items that go together wait this long for room for all of them.
+ROOM_S = 1.0
 # Results that nobody in this process asked for (their producer died and came back) that are kept.
 UNCLAIMED_MAX = 10_000
 
@@ -133,8 +136,7 @@ class Client(Connection):
         results = Results()
         accepted: Future[None] | None = None
         with self.stream():
-            source = iter(items)
-            while window := take_window(source, window_items(self.buffer_items)):
+            for window in windows(items, window_items(self.buffer_items)):
                 until = None if timeout is None else time.monotonic() + timeout
                 accepted = self.enqueue_waiting(window, results, until)
         if accepted is not None:
@@ -194,21 +196,39 @@ class Client(Connection):
     def enqueue_waiting(
         self, items: Sequence[Item], sink: Sink, until: float | None, order: Reorder | None = None
     ) -> Future[None]:
-        """Queue items as soon as there is room; see `enqueue`. Raises Backpressure at `until`."""
-        while True:
-            outcome = self.enqueue(items, sink, order)
-            if outcome is not None:
-                return outcome
+        """Queue items as soon as there is room; see `enqueue`. Raises Backpressure at `until`.
+
+        Where there is none for all of them for ROOM_S, what fits goes first: others may take each
+        place that is free, or never give back what they have.
+        """
+        while (accepted := self.enqueue(items, sink, order)) is None:
+            left_s = math.inf if until is None else until - time.monotonic()
             room = self.room(len(items))
             waiting = self.blocked() if self._streams else contextlib.nullcontext()
             try:
                 with waiting:
-                    room.result(None if until is None else max(0.0, until - time.monotonic()))
+                    room.result(max(0.0, min(left_s, ROOM_S)))
             except TimeoutError:
-                raise Backpressure(
-                    f"{counted(len(self._open), 'open item')}, and the buffer's limit is "
-                    f"{self.buffer_items}"
-                ) from None
+                self.leave(room)
+                items = self.enqueue_part(items, sink, order, last=left_s <= ROOM_S)
+        return accepted
+
+    def enqueue_part(
+        self, items: Sequence[Item], sink: Sink, order: Reorder | None, *, last: bool
+    ) -> Sequence[Item]:
+        """Queue as many of `items` as there is room for; returns the others, one at least.
+
+        Raises Backpressure where there is no room and this was the `last` try.
+        """
+        fits = min(self.buffer_items - len(self._open), len(items) - 1)
+        if fits > 0 and self.enqueue(items[:fits], sink, order) is not None:
+            return items[fits:]
+        if last and self.buffer_items - len(self._open) < len(items):
+            raise Backpressure(
+                f"{counted(len(self._open), 'open item')}, and the buffer's limit is "
+                f"{self.buffer_items}"
+            )
+        return items
 
     def enqueue(
         self, items: Sequence[Item], sink: Sink, order: Reorder | None = None
@@ -225,8 +245,9 @@ class Client(Connection):
             limit = self.payload_bytes_max
             for item in items:
                 if len(item.payload) > limit:
+                    whose = "" if item.custom_id is None else f" (custom_id {item.custom_id!r})"
                     size = len(item.payload)
-                    raise Refused(f"a payload of {size} bytes; at most {limit} are taken")
+                    raise Refused(f"a payload of {size} bytes{whose}; at most {limit} are taken")
             if self._open and len(self._open) + len(items) > self.buffer_items:
                 return None
             numbers = self._add(items)
@@ -253,6 +274,12 @@ class Client(Connection):
             self._make_room()
         return room
 
+    def leave(self, room: Future[None]) -> None:
+        """Nobody waits for this `room` any more: those behind it may have it."""
+        with self._lock:
+            self._room = deque(waiting for waiting in self._room if waiting[1] is not room)
+            self._make_room()
+
     def _add(self, items: Sequence[Item]) -> Sequence[int]:
         """Have the session send `items`; the number of each. Raises ValueError for bad numbers."""
         shapes, lengths = [item.shape for item in items], [item.length for item in items]
@@ -263,7 +290,7 @@ class Client(Connection):
         numbers = self._session.add(
             [shapes[k] for k in places],
             [lengths[k] for k in places],
-            [bytes(items[k].payload) for k in places],
+            [items[k].payload for k in places],
             explicit or None,
         )
         if explicit:

@@ -70,9 +70,9 @@ def sending_order(shapes: Sequence[Shape], lengths: Sequence[int]) -> list[int]:
     Shapes go in the order of their first items. A broker then meets long runs of one shape and
     lane, and raises the targets of lanes least.
     """
-    of: defaultdict[int, list[int]] = defaultdict(list)
+    of: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for place, shape in enumerate(shapes):
-        of[shape.signature].append(place)
+        of[shape.model, shape.signature].append(place)
     for places in of.values():
         places.sort(key=lengths.__getitem__, reverse=True)
     return list(chain.from_iterable(of.values()))

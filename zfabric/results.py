@@ -27,9 +27,10 @@ CHUNK_S, FAST_ITEMS_PER_S = 0.002, 50_000
 class Item:
     """One unit of work: an opaque payload, its shape, and its length in tokens.
 
-    `custom_id` comes back with the result and never leaves this process. `number` is for producers
-    that continue after a restart: item numbers ascend, and one that was accepted before is not
-    taken twice. Raises ValueError for a length that is negative or beyond 2**31 - 1.
+    A payload that is no `bytes` is copied now: its buffer may be used again. `custom_id` comes back
+    with the result and never leaves this process. `number` is for producers that continue after a
+    restart: item numbers ascend, and one that was accepted before is not taken twice. Raises
+    ValueError for a length that is negative or beyond 2**31 - 1, TypeError for what is no bytes.
     """
 
     shape: Shape
@@ -41,8 +42,10 @@ class Item:
     def __post_init__(self) -> None:
         if type(self.length) is not int or not 0 <= self.length <= TOKENS_MAX:
             raise ValueError(f"length must be 0 to {TOKENS_MAX} tokens, not {self.length!r}")
-        if not isinstance(self.payload, bytes | bytearray | memoryview):
-            raise TypeError(f"payload must be bytes, not {type(self.payload).__name__}")
+        if type(self.payload) is not bytes:
+            if not isinstance(self.payload, bytes | bytearray | memoryview):
+                raise TypeError(f"payload must be bytes, not {type(self.payload).__name__}")
+            object.__setattr__(self, "payload", bytes(self.payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,11 @@ class Reorder:
             yield self._early.pop(self._wanted.popleft())
 
 
+def not_an_item(given: object) -> TypeError:
+    """The error for what is no Item."""
+    return TypeError(f"items must be Item, not {type(given).__name__}")
+
+
 class Window:
     """Items on their way to be sent together, until there are enough of them.
 
@@ -201,7 +209,7 @@ class Window:
     def add(self, item: Item) -> bool:
         """One more; whether the window is over. Raises TypeError for what is no Item."""
         if not isinstance(item, Item):
-            raise TypeError(f"items must be Item, not {type(item).__name__}")
+            raise not_an_item(item)
         self.items.append(item)
         self._bytes += len(item.payload)
         return (
@@ -217,13 +225,24 @@ def window_items(open_items_max: int) -> int:
     return min(WINDOW_ITEMS, max(1, open_items_max // 4))
 
 
-def take_window(source: Iterator[Item], items_max: int) -> list[Item]:
-    """The next items to send together (see Window); empty at the end of `source`."""
+def windows(source: Iterable[Item], items_max: int) -> Iterator[list[Item]]:
+    """`source` in parts to be sent together (see Window).
+
+    Where it raises, what it gave before comes first. One that blocks holds back what it has given
+    since the last window.
+    """
     window = Window(items_max)
-    for item in source:
-        if window.add(item):
-            break
-    return window.items
+    try:
+        for item in source:
+            if window.add(item):
+                yield window.items
+                window = Window(items_max)
+    except Exception:
+        if window.items:
+            yield window.items
+        raise
+    if window.items:
+        yield window.items
 
 
 Sink = Future[Result] | Results

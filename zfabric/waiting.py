@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from zfabric.errors import FabricError, TimeoutExpired
-from zfabric.results import Item, Reorder, Result, Results, take_window, window_items
+from zfabric.errors import Backpressure, FabricError, TimeoutExpired
+from zfabric.results import Item, Reorder, Result, Results, window_items, windows
 from zfabric.words import counted
 
 if TYPE_CHECKING:
@@ -34,14 +35,19 @@ def mapped(
     order = Reorder() if ordered else None
     taken = 0
     with client.stream():
-        exhausted, window_max = False, window_items(buffersize)
+        exhausted, window_max = False, window_items(min(buffersize, client.buffer_items))
+        parts = windows(source, window_max)
         while not exhausted:
             # Not for every result that makes room for one: what goes together is sorted together.
             if buffersize - (results.total - taken) >= window_max:
-                window = take_window(source, window_max)
-                exhausted = not window
-                if window:
-                    client.enqueue_waiting(window, results, None, order)
+                window = next(parts, None)
+                exhausted = window is None
+                if window is not None:
+                    until = None if timeout is None else time.monotonic() + timeout
+                    try:
+                        client.enqueue_waiting(window, results, until, order)
+                    except Backpressure as error:
+                        raise TimeoutExpired(f"no room for {timeout} s: {error}") from None
                 fresh = results.take(0)
             else:
                 with client.blocked():

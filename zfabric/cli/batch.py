@@ -197,7 +197,8 @@ def stopping() -> Iterator[tuple[threading.Event, list[int]]]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        if stop.is_set():
+        # Not the event is asked: this may come in the midst of its being set.
+        if len(signals) > 1:
             raise KeyboardInterrupt
         stop.set()
         # Not through print: the signal may have come in the middle of one.

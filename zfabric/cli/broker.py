@@ -148,12 +148,13 @@ def _serve(
     signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if signals:
+        # First of all: another signal may come in the midst of this one.
+        signals.append(number)
+        if len(signals) > 1:
             broker.stop()
         else:
             broker.drain()
             tell_systemd("STOPPING=1")
-        signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
