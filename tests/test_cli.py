@@ -641,6 +641,27 @@ def processes_of(directory):
     return [pid for pid in found if pid != os.getpid()]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [(("pipeline", "--backlogs", "2000"), 5), (("wall", "--lanes", "128"), 3)],
+)
+def test_a_benchmark_that_is_ended_leaves_no_process_and_no_file(
+    tmp_path, words, processes, number
+):
+    place, files = tmp_path / "place", tmp_path / "files"
+    place.mkdir()
+    files.mkdir()
+    where = ("--dir", str(files), "--seconds", "60") if words[0] == "pipeline" else ()
+    process = start_zfabric("bench", *words, *where, cwd=place)
+    until(lambda: len(processes_of(place)) >= processes)
+    process.send_signal(number)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 128 + number
+    until(lambda: not processes_of(place))
+    assert not list(files.iterdir())
+
+
 def test_the_demo_runs_everything_and_leaves_no_process_behind(tmp_path):
     place = tmp_path / "place"
     place.mkdir()

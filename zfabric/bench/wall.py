@@ -8,11 +8,12 @@ tokens, and of the run itself seconds.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -171,6 +172,8 @@ def _shapes(load: Load, processes: int) -> Iterator[tuple[list[Slice], float]]:
     if processes == 1 or load.shapes == 1:
         yield from (replay_shape(load, number) for number in numbers)
         return
-    context = get_context("spawn")
-    with ProcessPoolExecutor(min(processes, load.shapes), mp_context=context) as pool:
-        yield from pool.map(replay_shape, [load] * load.shapes, numbers)
+    # Ctrl-C goes to all of them; whoever reads their results ends them.
+    quiet = (signal.SIGINT, signal.SIG_IGN)
+    count = min(processes, load.shapes)
+    with get_context("spawn").Pool(count, signal.signal, quiet) as pool:
+        yield from pool.imap(functools.partial(replay_shape, load), numbers)

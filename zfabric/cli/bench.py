@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zfabric.cli import bench_pipeline, bench_policies, bench_top, common
+from zfabric.cli.children import ending_on_signals
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
 
@@ -60,6 +61,22 @@ def add(commands: common.Commands) -> None:
         common.add_json(parser)
     bench_pipeline.add(within)
     bench_policies.add(within)
+    for each in set(within.choices.values()):
+        each.set_defaults(run=_leaving_nothing(each.get_default("run")))
+
+
+def _leaving_nothing(
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """A benchmark that a signal ends leaves no process and no file."""
+
+    def measure(args: argparse.Namespace) -> int:
+        if (parent := getattr(args, "dir", None)) is not None and not parent.is_dir():
+            raise ConfigError(f"--dir {parent} is no directory: make it first")
+        with ending_on_signals():
+            return run(args)
+
+    return measure
 
 
 def _need_more() -> int:

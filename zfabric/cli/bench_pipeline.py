@@ -14,6 +14,7 @@ from zfabric.cli import bench_policies as tables
 from zfabric.cli import common
 from zfabric.cli.progress import bar
 from zfabric.errors import ConfigError
+from zfabric.lanes import LANES_MAX
 from zfabric.words import counted
 
 PIPELINE = """
@@ -121,6 +122,8 @@ def _pipeline(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, pipeline
 
     tables.check_positive(args, "shapes", "lanes", "backlogs", "size", "seconds")
+    if max(args.lanes) > LANES_MAX:
+        raise ConfigError(f"--lanes must be at most {LANES_MAX}, not {max(args.lanes)}")
     lengths.trace(args.lengths, args.column)
     chosen = list(pipeline.cases(args.shapes, args.lanes, args.backlogs, args.durability))
     if args.grid:
@@ -165,9 +168,8 @@ def _hotpath(args: argparse.Namespace) -> int:
             before = hotpath.RECORDED.get(f"{sys.version_info.major}.{sys.version_info.minor}")
             growth = count / before - 1 if before else None
             row = {"instructions_per_item": count, "recorded": before, "growth": growth}
-            shown: dict[str, Callable[[Any], str]] = dict.fromkeys(row, _short)
-            tables.print_rows(args, {}, [row], shown)
-            return 1 if growth is not None and growth > hotpath.GROWTH_MAX - 1 else 0
+            tables.print_rows(args, {}, [row], tables.COUNTS)
+            return tables.judge_counts([row], hotpath.GROWTH_MAX)
         load = hotpath.Load(args.shapes, args.lanes, args.waiting, args.items, args.size)
         figures = hotpath.run(None if args.memory else directory, load, lengths.synthetic())
     tables.print_rows(args, load._asdict(), [figures], dict.fromkeys(figures, _short))

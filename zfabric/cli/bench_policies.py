@@ -139,6 +139,28 @@ def check_positive(args: argparse.Namespace, *flags: str) -> None:
                 raise ConfigError(f"--{flag} must be more than 0, not {each}")
 
 
+def judge_counts(rows: Sequence[dict[str, Any]], growth_max: float) -> int:
+    """The exit code of counted instructions: 1 where one grew by more, and says what it cannot."""
+    if any(row["recorded"] is None for row in rows):
+        python = ".".join(map(str, sys.version_info[:2]))
+        common.say(
+            f"zfabric: nothing is recorded for Python {python}: these counts were not judged"
+        )
+    return 1 if any((row["growth"] or 0) > growth_max - 1 for row in rows) else 0
+
+
+def _share(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2%}"
+
+
+# How a row of counted instructions is shown.
+COUNTS: dict[str, Callable[[Any], str]] = {
+    "instructions_per_item": "{:.1f}".format,
+    "recorded": lambda n: "-" if n is None else f"{n:.1f}",
+    "growth": _share,
+}
+
+
 def head() -> dict[str, Any]:
     from zfabric.bench import machine
 
@@ -155,6 +177,8 @@ def _wall(args: argparse.Namespace) -> int:
     from zfabric.bench import lengths, plot, wall
 
     check_positive(args, "lanes", "items", "shapes", "backlog", "rate")
+    if args.processes < 0:
+        raise ConfigError(f"--processes must be 0 or more, not {args.processes}")
     if args.items // args.shapes < wall.SLICES:
         raise ConfigError(f"--items must be at least {wall.SLICES} for each of the --shapes")
     if args.plot:
@@ -237,10 +261,6 @@ def _tenths(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ],
         spare=("reused", "threshold"),
     )
-
-
-def _share(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.2f}%"
 
 
 def _whole(number: float | None) -> str:
@@ -336,14 +356,8 @@ def _check_counts(args: argparse.Namespace) -> int:
     from zfabric.bench import policies
 
     rows = list(policies.check())
-    shown: dict[str, Callable[[Any], str]] = {
-        "case": str,
-        "instructions_per_item": "{:.1f}".format,
-        "recorded": lambda n: "-" if n is None else f"{n:.1f}",
-        "growth": _share,
-    }
-    print_rows(args, {}, rows, shown)
-    return 1 if any((row["growth"] or 0) > policies.GROWTH_MAX - 1 for row in rows) else 0
+    print_rows(args, {}, rows, {"case": str, **COUNTS})
+    return judge_counts(rows, policies.GROWTH_MAX)
 
 
 def _about(name: str, value: object) -> str:
