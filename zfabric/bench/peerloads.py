@@ -85,6 +85,15 @@ def redis_produce(port: int, size: int, backlog: int) -> None:
 
 def redis_consume(port: int, name: str) -> None:
     """XREADGROUP, then XACK and XDEL of all that was read."""
+    _redis_consume(port, name, None)
+
+
+def redis_answer(port: int, name: str) -> None:
+    """The same, with a result for each item before that."""
+    _redis_consume(port, name, os.urandom(RESULT_BYTES))
+
+
+def _redis_consume(port: int, name: str, result: bytes | None) -> None:
     import redis
 
     server, tally = redis.Redis(port=port), Tally()
@@ -94,6 +103,8 @@ def redis_consume(port: int, name: str) -> None:
             continue
         ids = [entry for entry, fields in found[0][1] if fields[b"p"]]
         pipe = server.pipeline(transaction=False)
+        for entry in ids if result is not None else ():
+            pipe.xadd(RESULTS, {"of": entry, "r": result})
         pipe.xack(STREAM, GROUP, *ids)
         pipe.xdel(STREAM, *ids)
         pipe.execute()
@@ -120,25 +131,6 @@ def _redis_read_results(port: int) -> None:
             pipe.xack(RESULTS, PRODUCERS, *ids)
             pipe.xdel(RESULTS, *ids)
             pipe.execute()
-
-
-def redis_answer(port: int, name: str) -> None:
-    """XREADGROUP, then a result for each item, XACK and XDEL of all that was read."""
-    import redis
-
-    server, tally, result = redis.Redis(port=port), Tally(), os.urandom(RESULT_BYTES)
-    while not ENDING.is_set():
-        found = server.xreadgroup(GROUP, name, {STREAM: ">"}, count=CONSUME_ITEMS, block=100)
-        if not found:
-            continue
-        ids = [entry for entry, fields in found[0][1] if fields[b"p"]]
-        pipe = server.pipeline(transaction=False)
-        for entry in ids:
-            pipe.xadd(RESULTS, {"of": entry, "r": result})
-        pipe.xack(STREAM, GROUP, *ids)
-        pipe.xdel(STREAM, *ids)
-        pipe.execute()
-        tally.add(len(ids))
 
 
 # -- NATS JetStream -------------------------------------------------------------------------------
