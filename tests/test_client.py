@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.running import SLOW, brokering, serving
 from tests.test_broker import SHAPE, RawPeer, done, items, running, worker_hello
 from zfabric.broker import Broker
 from zfabric.client import Client
@@ -126,6 +127,26 @@ def test_a_window_larger_than_the_room_that_is_left_goes_in_parts() -> None:
         with pytest.raises(TimeoutExpired, match="no room for 2 s: 40 open items"):
             list(client.map(items(1), timeout=2))
         assert not client._room
+        client.close()
+
+
+def test_a_slow_engine_is_no_lack_of_room() -> None:
+    """The time for room begins anew with what went: three at a time, in longer than is allowed."""
+    shape = Shape.of("m", "a")
+    given = [Item(shape, b"x", 8, custom_id=f"{k}") for k in range(20)]
+    with (
+        brokering() as broker,
+        serving(SLOW, broker.address),
+        Client(broker.address, buffer_items=4) as client,
+    ):
+        results = Results()
+        # Open for good, so that a window never finds the buffer empty.
+        client.submit(Item(Shape.of("nobody"), b"", 1), timeout=20)
+        began = time.monotonic()
+        client.enqueue_waiting(given, results, began + 1.5)
+        assert time.monotonic() - began > 1.5
+        assert len(list(results.within(20))) == 20
+        assert len(list(client.map(given, buffersize=1_000, timeout=5))) == 20
         client.close()
 
 

@@ -174,7 +174,9 @@ class AsyncClient:
         order: Reorder | None,
     ) -> None:
         """Submit while there is room; in a task of its own, beside the reading of results."""
-        window_max = window_items(min(buffersize, self.client.buffer_items))
+        # With more, this would wait for its own results, which nobody reads meanwhile.
+        buffersize = min(buffersize, self.client.buffer_items)
+        window_max = window_items(buffersize)
         try:
             async for window in _windows(items, window_max):
                 while len(results) - results.taken + len(window) > buffersize:
@@ -195,6 +197,7 @@ class AsyncClient:
         stream: bool = False,
     ) -> Future[None]:
         client = self.client
+        allowed_s = None if until is None else until - time.monotonic()
         while (accepted := client.enqueue(items, sink, order)) is None:
             # As `Client.enqueue_waiting` does.
             part_at = time.monotonic() + ROOM_S
@@ -205,7 +208,10 @@ class AsyncClient:
                     await _within(room, part_at if until is None else min(part_at, until))
             except TimeoutError:
                 last = until is not None and until <= part_at
-                items = client.enqueue_part(items, sink, order, last=last)
+                rest = client.enqueue_part(items, sink, order, last=last)
+                if len(rest) < len(items):
+                    until = _until(allowed_s)
+                items = rest
             finally:
                 client.leave(room)
         return accepted

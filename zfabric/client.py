@@ -199,8 +199,9 @@ class Client(Connection):
         """Queue items as soon as there is room; see `enqueue`. Raises Backpressure at `until`.
 
         Where there is none for all of them for ROOM_S, what fits goes first: others may take each
-        place that is free, or never give back what they have.
+        place that is free, or never give back what they have. The time then begins anew.
         """
+        allowed_s = math.inf if until is None else until - time.monotonic()
         while (accepted := self.enqueue(items, sink, order)) is None:
             left_s = math.inf if until is None else until - time.monotonic()
             room = self.room(len(items))
@@ -210,7 +211,10 @@ class Client(Connection):
                     room.result(max(0.0, min(left_s, ROOM_S)))
             except TimeoutError:
                 self.leave(room)
-                items = self.enqueue_part(items, sink, order, last=left_s <= ROOM_S)
+                rest = self.enqueue_part(items, sink, order, last=left_s <= ROOM_S)
+                if len(rest) < len(items) and until is not None:
+                    until = time.monotonic() + allowed_s
+                items = rest
         return accepted
 
     def enqueue_part(

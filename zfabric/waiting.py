@@ -35,7 +35,9 @@ def mapped(
     order = Reorder() if ordered else None
     taken = 0
     with client.stream():
-        exhausted, window_max = False, window_items(min(buffersize, client.buffer_items))
+        # With more, this would wait for its own results and hand none of them on meanwhile.
+        buffersize = min(buffersize, client.buffer_items)
+        exhausted, window_max = False, window_items(buffersize)
         parts = windows(source, window_max)
         while not exhausted:
             # Not for every result that makes room for one: what goes together is sorted together.
