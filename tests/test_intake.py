@@ -47,6 +47,23 @@ def test_numbers_may_have_gaps_where_the_producer_says_so() -> None:
     assert bench.status()["accepted_items"] == 3
 
 
+@pytest.mark.parametrize("policy", ["fifo", "lanes"])
+def test_what_a_crash_left_beyond_a_gap_is_not_taken_in_again(policy: str) -> None:
+    bench = Bench(policy=policy)
+    producer = bench.producer()
+    producer.submit([10], numbers=[2], after=0)
+    bench.settle()
+    known = bench.fabric.producers[0]
+    assert known is not None
+    known.upto, known.above = 0, {2}
+    shapes = [Shape.of("m", name) for name in "abc"]
+    producer.submit([10, 10, 10], shapes, numbers=[1, 2, 3], after=0)
+    bench.settle()
+    assert producer.upto == 3
+    assert bench.status()["accepted_items"] == 3
+    assert bench.status()["counters"]["resent_items"] == 1
+
+
 def test_message_behind_a_lost_one_is_refused_until_it_is_resent() -> None:
     bench = Bench()
     producer = bench.producer()

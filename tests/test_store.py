@@ -122,7 +122,7 @@ def test_item_completed_while_it_waits_is_never_read() -> None:
 def test_wire_refs_find_live_items_only() -> None:
     store, queue = make(10, 20)
     ref = store.peek(queue, 1).refs[0]
-    nonce = store.columns([ref]).nonces[0]
+    nonce = store.columns(store.runs([ref])).nonces[0]
     assert store.locate([nonce, nonce, nonce, 999], [0, 1, 2, 0]) == [ref, ref + 1, None, None]
     store.complete(ref)
     assert store.locate([nonce], [0]) == [None]

@@ -30,11 +30,11 @@ from zfabric.outbox import Stored, error_payload, stored
 from zfabric.peers import Producer, Worker
 from zfabric.pending import Batch, Pending
 from zfabric.protocol import BROKER_NUMBERS_FROM, Status
-from zfabric.queues import LaneQueue, Take
+from zfabric.queues import LaneQueue, SegmentRun, Take
 from zfabric.recent import Recent
 from zfabric.segments import Append
 from zfabric.shapes import Shape
-from zfabric.store import ENTRY_BITS, Store
+from zfabric.store import Store
 
 T = TypeVar("T")
 # Shapes that have nothing left are kept for `zfabric shapes`, this many; the oldest use goes first.
@@ -214,7 +214,7 @@ class Fabric:
         producer: Producer,
         numbers: Sequence[int],
         lengths: Sequence[int],
-        payloads: list[bytes],
+        payloads: Sequence[bytes],
         now: float,
         gaps: Sequence[int] = (),
     ) -> None:
@@ -305,7 +305,7 @@ class Fabric:
 
     # -- dispatch -----------------------------------------------------------------------------
 
-    def guard(self, group: Group, refs: Sequence[int]) -> None:
+    def guard(self, group: Group, runs: Iterable[SegmentRun]) -> None:
         """Every chunk of a batch is of the shape being drained, or the process must end.
 
         Raises InvariantError: a poisoned prefix cache is worse than a restart.
@@ -316,8 +316,8 @@ class Fabric:
         if current != group.id:
             raise InvariantError(f"a batch of shape {group.id} while {current} is current")
         wanted = (group.model.name, group.signature)
-        for slot in {ref >> ENTRY_BITS for ref in refs}:
-            found = self.store.signature_of(slot)
+        for segment, _, _ in runs:
+            found = (segment.queue.shape.model, segment.queue.signature)
             if found != wanted:
                 raise InvariantError(
                     f"a segment of signature {found[1]:016x} in a batch of {wanted[1]:016x}"
@@ -328,7 +328,7 @@ class Fabric:
         cursors = [self.store.verify(take) for take in takes]
         for take, found in zip(takes, cursors, strict=True):
             self.store.commit(take, found)
-            self._unreadied(take.queue, len(take.refs), sum(take.lengths), now, served=True)
+            self._unreadied(take.queue, len(take), sum(take.lengths), now, served=True)
         self.pending.add(batch)
         group.pending_items += len(batch.refs)
         group.model.pending_items += len(batch.refs)
@@ -467,7 +467,7 @@ class Fabric:
         return number
 
     def _shape_of(self, ref: int) -> Shape:
-        columns = self.store.columns([ref])
+        columns = self.store.columns(self.store.runs([ref]))
         group = self.groups[self.store.describe(ref).queue.group]
         return group.shapes[columns.shapes[0]] if columns.shapes else group.shape
 

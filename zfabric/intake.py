@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from zfabric.errors import ConfigError, PeerError
 from zfabric.fabric import Fabric
@@ -25,6 +25,7 @@ from zfabric.shapes import TOKENS_MAX, Shape
 from zfabric.words import counted
 
 Send = Callable[..., None]
+T = TypeVar("T")
 
 # One RESULT message: large enough to pay for itself, small enough for one turn of the loop.
 RESULT_ITEMS_MAX = 4_096
@@ -189,31 +190,25 @@ class Intake:
         self, producer: Producer, message: Message, start: int, stop: int, now: float
     ) -> None:
         columns = message.columns
-        numbers, lengths, sizes = columns["numbers"], columns["lengths"], columns["sizes"]
+        numbers, lengths = columns["numbers"].tolist(), columns["lengths"].tolist()
+        sizes, shape_of = columns["sizes"], columns["shapes"]
         payloads = split(message.body, sizes)
         shapes = producer.peer.shapes if producer.peer else {}
         whole = start == 0 and stop == len(numbers)
         by_arrival = self._fabric.config.policy == "fifo"
-        order: Sequence[int] = columns["order"] if whole and not by_arrival else ()
-        members: dict[int, list[int]] = {}
-        gaps = _gaps(producer.upto, numbers, start, stop)
-        places: Iterable[int] = order or range(start, stop)
+        gaps = _gaps(producer.upto, columns["numbers"], start, stop)
+        order = columns["order"] if whole and not by_arrival else ()
+        places = list(order or range(start, stop))
         if producer.above:
             known = producer.above.intersection(numbers[start:stop])
             self._fabric.count("resent_items", len(known))
             places = [k for k in places if numbers[k] not in known]
-        shape_of = columns["shapes"]
-        for k in places:
-            members.setdefault(shape_of[k], []).append(k)
         fits = max(sizes) <= self._fabric.config.payload_bytes_max and max(lengths) <= TOKENS_MAX
         producer.upto = numbers[stop - 1]
         if producer.above:
             producer.above = {number for number in producer.above if number > producer.upto}
         self._fabric.touched.add(producer.index)
-        runs = members.items()
-        if by_arrival and len(members) > 1:
-            runs = [(columns["shapes"][k], [k]) for k in range(start, stop)]  # type: ignore[assignment]
-        for number, chosen in runs:
+        for number, chosen in _by_shape(shape_of, places, by_arrival=by_arrival):
             shape = self._admitted(shapes.get(number, "unknown_shape"))
             good = chosen
             if not fits or not isinstance(shape, Shape):
@@ -223,11 +218,11 @@ class Intake:
             self._fabric.accept(
                 shape,
                 producer,
-                [numbers[k] for k in good],
-                [lengths[k] for k in good],
-                [payloads[k] for k in good],
+                _at(good, numbers),
+                _at(good, lengths),
+                _at(good, payloads),
                 now,
-                [gaps[k] for k in good],
+                _at(good, gaps),
             )
             self._fabric.models[shape.model].draining.set_more(producer.name, producer.more)
 
@@ -347,6 +342,28 @@ def _are_neighbours(numbers: array[int]) -> bool:
     """Whether each number is the one before it and 1, as mostly."""
     first, last = numbers[0], numbers[-1]
     return last - first == len(numbers) - 1 and numbers == array("Q", range(first, last + 1))
+
+
+def _by_shape(
+    shape_of: array[int], places: list[int], *, by_arrival: bool
+) -> Iterable[tuple[int, list[int]]]:
+    """(shape, the places of its items, in order); `by_arrival` each item by itself."""
+    if not places or shape_of.count(shape_of[places[0]]) == len(shape_of):
+        return [(shape_of[places[0]], places)] if places else ()
+    if by_arrival:
+        return [(shape_of[k], [k]) for k in places]
+    members: dict[int, list[int]] = {}
+    for k in places:
+        members.setdefault(shape_of[k], []).append(k)
+    return members.items()
+
+
+def _at(places: list[int], column: Sequence[T]) -> Sequence[T]:
+    """The entries of a column at `places`, one at least; mostly they are neighbours."""
+    first, stop = places[0], places[-1] + 1
+    if stop - first == len(places) and places == list(range(first, stop)):
+        return column[first:stop]
+    return [column[k] for k in places]
 
 
 def _gaps(upto: int, numbers: array[int], start: int, stop: int) -> Sequence[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from zfabric.errors import InvariantError
@@ -28,7 +27,7 @@ from zfabric.packing import (
 from zfabric.peers import Worker
 from zfabric.pending import Batch
 from zfabric.protocol import Type, encode, packed
-from zfabric.queues import Columns, Take
+from zfabric.queues import Columns, Take, refs_of
 from zfabric.shapes import Contract, Shape
 from zfabric.sweep import candidates, goes_on_below
 
@@ -98,12 +97,15 @@ class Offers:
 
     def _offer(self, worker: Worker, group: Group, now: float) -> Offer:
         takes, padded, sweep_below = self._pack(worker.contract, group, now)
-        refs = list(chain.from_iterable([take.refs for take in takes]))
-        lengths = list(chain.from_iterable([take.lengths for take in takes]))
-        if not refs:
+        store, runs, lengths = self._fabric.store, [], []
+        for take in takes:
+            runs += [*store.runs(take.returned), *take.runs] if take.returned else take.runs
+            lengths += take.lengths
+        if not runs:
             raise InvariantError(f"shape {group.id} counts as ready but has nothing to read")
-        self._fabric.guard(group, refs)
-        columns = self._fabric.store.columns(refs)
+        self._fabric.guard(group, runs)
+        columns = store.columns(runs)
+        refs = refs_of(runs)
         epoch = worker.peer.epoch if worker.peer else 0
         batch = Batch(
             id=(epoch, worker.sent + 1),
@@ -166,7 +168,7 @@ class Offers:
             return takes, packed_batch, group.sweep_below
         last = takes[-1]
         left = (
-            last.queue.ready_items - len(last.refs),
+            last.queue.ready_items - len(last),
             last.queue.ready_tokens - sum(last.lengths),
         )
         below = goes_on_below(len(takes), seen[last.queue.lane][0], left, contract)
@@ -298,7 +300,7 @@ def _count_padding(fabric: Fabric, offer: Offer, fill: float) -> int:
         count, pad_to, base = offer.packed
         laned = group.lanes is not None
         targets, tags = (columns.targets, columns.tags) if laned else (None, None)
-        runs = [len(take.refs) for take in offer.takes]
+        runs = [len(take) for take in offer.takes]
         fabric.waste.record(lengths, targets, tags, base, pad_to, fill=fill, runs=runs)
         padded = pad_to * count
     group.real_tokens += real

@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -348,6 +348,8 @@ def next_state(role: str, state: str, kind: Type) -> str:
 # -- codec --------------------------------------------------------------------------------------
 
 Frame = bytes | memoryview
+# What the header of each type begins with.
+_KINDS = {_PREFIX.pack(MAGIC, VERSION, kind): kind for kind in Type}
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,11 +397,14 @@ def decode(frames: Sequence[Frame], specs: Mapping[Type, Spec]) -> Message:
     if not frames:
         raise PeerError("malformed", "a message without frames")
     limit = HEADER_BYTES_MAX if specs is TO_BROKER else HEADER_BYTES_FROM_BROKER_MAX
-    kind, raw_fields = _decode_prefix(bytes(frames[0]) if len(frames[0]) <= limit else None, limit)
+    if len(frames[0]) > limit:
+        raise PeerError("too_large", f"a header has at most {limit} bytes")
+    header = bytes(frames[0])
+    kind = _KINDS.get(header[: _PREFIX.size]) or _misread(header)
     spec = specs.get(kind)
     if spec is None:
         raise PeerError("unknown_type", f"{kind.name} is not a message for this side")
-    fields = _decode_fields(raw_fields, spec)
+    fields = _decode_fields(header[_PREFIX.size :], spec)
     wanted = 1 + len(spec.columns) + spec.body
     if len(frames) != wanted:
         raise PeerError("malformed", f"{kind.name} has {wanted} frames, not {len(frames)}")
@@ -412,9 +417,8 @@ def decode(frames: Sequence[Frame], specs: Mapping[Type, Spec]) -> Message:
     return Message(kind, fields, columns, body)
 
 
-def _decode_prefix(header: bytes | None, limit: int) -> tuple[Type, bytes]:
-    if header is None:
-        raise PeerError("too_large", f"a header has at most {limit} bytes")
+def _misread(header: bytes) -> NoReturn:
+    """Say what is wrong with the first bytes of a header that no type begins with."""
     if len(header) < _PREFIX.size or header[:2] != MAGIC:
         raise PeerError("malformed", "not a zfabric message")
     _, version, code = _PREFIX.unpack_from(header)
@@ -424,10 +428,7 @@ def _decode_prefix(header: bytes | None, limit: int) -> tuple[Type, bytes]:
             f"this side speaks protocol version {VERSION}, the other {version}; "
             "install the same zfabric release on both",
         )
-    try:
-        return Type(code), header[_PREFIX.size :]
-    except ValueError:
-        raise PeerError("unknown_type", f"no message type {code}") from None
+    raise PeerError("unknown_type", f"no message type {code}")
 
 
 def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
@@ -437,14 +438,13 @@ def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
         raise PeerError("malformed", f"header fields cannot be read: {error!s:.80}") from None
     if type(fields) is not dict:
         raise PeerError("malformed", "header fields must be a map")
-    if _depth_exceeds(fields, NESTING_MAX):
-        raise PeerError("malformed", f"header fields are nested more than {NESTING_MAX} deep")
-    required, optional = spec.required, spec.optional
-    for name in required:
-        if name not in fields:
-            raise PeerError("malformed", f"field {name!r} is missing")
+    if not fields.keys() >= spec.required.keys():
+        name = next(name for name in spec.required if name not in fields)
+        raise PeerError("malformed", f"field {name!r} is missing")
     for name, value in fields.items():
-        check = required.get(name) or optional.get(name)
+        if _is_deep(value, NESTING_MAX):
+            raise PeerError("malformed", f"header fields are nested more than {NESTING_MAX} deep")
+        check = spec.required.get(name) or spec.optional.get(name)
         if check is None:
             raise PeerError("malformed", f"unknown field {shown(name)}")
         try:
@@ -454,13 +454,17 @@ def _decode_fields(raw: bytes, spec: Spec) -> dict[str, Any]:
     return fields
 
 
-def _depth_exceeds(value: object, levels: int) -> bool:
-    """Whether maps and lists are nested deeper than `levels`. Bounded, whatever the value is."""
-    values = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list):
+def _is_deep(value: object, levels: int) -> bool:
+    """Whether `value` is `levels` maps and lists in one another. Bounded, whatever it is."""
+    if type(value) is dict:
+        inner: Iterable[object] = value.values()
+    elif type(value) is list:
+        inner = value
+    else:
         return False
-    inner = [v for v in values if type(v) is dict or type(v) is list]  # type: ignore[attr-defined]
-    return levels == 0 or any(_depth_exceeds(v, levels - 1) for v in inner)
+    return levels == 1 or any(
+        _is_deep(v, levels - 1) for v in inner if type(v) is dict or type(v) is list
+    )
 
 
 def _decode_columns(frames: Sequence[Frame], spec: Spec) -> dict[str, array[int]]:
@@ -475,14 +479,15 @@ def _decode_columns(frames: Sequence[Frame], spec: Spec) -> dict[str, array[int]
         column.frombytes(frame)
         if sys.byteorder == "big":
             column.byteswap()
-        optional = name.endswith("?")
-        if items is None and not optional:
-            items = len(column)
-        if items is not None and len(column) != items and not (optional and not column):
+        if name[-1] == "?":
+            name, wanted = name[:-1], items if column else 0
+        else:
+            wanted = items = len(column) if items is None else items
+        if wanted is not None and len(column) != wanted:
             raise PeerError(
-                "malformed", f"column {name!r} has {len(column)} entries for {items} items"
+                "malformed", f"column {name!r} has {len(column)} entries for {wanted} items"
             )
-        columns[name.rstrip("?")] = column
+        columns[name] = column
     return columns
 
 

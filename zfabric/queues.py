@@ -5,12 +5,13 @@ Records only; `store` is the owner of every one of them. Lengths are tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sortedcontainers import SortedList
 
-from zfabric.segments import Segment
+from zfabric.segments import ENTRY_BITS, Segment
 from zfabric.shapes import Shape
 
 
@@ -38,28 +39,54 @@ class LaneQueue:
         self.longest_known: int | None = 0
 
 
+# (segment, the first of neighbouring entries, the one behind the last)
+SegmentRun: TypeAlias = tuple[Segment, int, int]
+
+
+def refs_of(runs: Iterable[SegmentRun]) -> list[int]:
+    """References of the entries of `runs`, in their order."""
+    refs: list[int] = []
+    for segment, first, stop in runs:
+        base = segment.slot << ENTRY_BITS
+        refs += range(base + first, base + stop)
+    return refs
+
+
 @dataclass(slots=True)
 class Take:
-    """What a peek saw: references and lengths in reading order, the first `returned` given back.
+    """What a peek saw, in reading order: items that were given back, then runs of entries.
 
-    `solo` says that the only item of the take must have a batch to itself.
+    `lengths` are of all of them. `solo` says that the only item of the take must have a batch to
+    itself.
     """
 
     queue: LaneQueue
-    refs: list[int]
+    returned: list[int]
+    runs: list[SegmentRun]
     lengths: list[int]
-    returned: int
     solo: bool = False
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def refs(self) -> list[int]:
+        """A reference of each."""
+        return self.returned + refs_of(self.runs)
 
     def keep(self, count: int) -> Take:
         """The first `count` items of this take."""
-        return Take(
-            self.queue,
-            self.refs[:count],
-            self.lengths[:count],
-            min(self.returned, count),
-            self.solo,
-        )
+        if count == len(self):
+            return self
+        returned, runs = self.returned[:count], []
+        left = count - len(returned)
+        for segment, first, stop in self.runs:
+            if not left:
+                break
+            stop = min(stop, first + left)
+            runs.append((segment, first, stop))
+            left -= stop - first
+        return Take(self.queue, returned, runs, self.lengths[:count], self.solo)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # A full segment is dropped whole; this many entries keep one live item from pinning much.
 MEMORY_SEGMENT_ITEMS_MAX = 16_384
 LIVE, TOMBSTONE = 0, 1
+# A reference is `slot << ENTRY_BITS | entry`.
+ENTRY_BITS = 32
+ENTRY_MASK = (1 << ENTRY_BITS) - 1
 
 
 def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:

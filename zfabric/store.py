@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sortedcontainers import SortedList
 
 from zfabric.entries import Fresh
 from zfabric.errors import InvariantError, NoSpace
-from zfabric.queues import Columns, Known, LaneQueue, Take
+from zfabric.queues import Columns, Known, LaneQueue, SegmentRun, Take, refs_of
 from zfabric.segments import (
+    ENTRY_BITS,
+    ENTRY_MASK,
     LIVE,
     TOMBSTONE,
     Append,
@@ -36,9 +38,6 @@ from zfabric.segments import (
     runs_of,
 )
 from zfabric.shapes import Shape
-
-ENTRY_BITS = 32
-ENTRY_MASK = (1 << ENTRY_BITS) - 1
 
 
 class Store:
@@ -217,23 +216,22 @@ class Store:
 
     def peek(self, queue: LaneQueue, items_max: int) -> Take:
         """Up to `items_max` ready items of `queue`, in reading order. Changes nothing."""
-        refs: list[int] = []
+        returned: list[int] = []
         if queue.returned:
             solo = queue.solo or ()
             for ref in queue.returned.islice(0, items_max):
                 if ref in solo:
-                    if not refs:
-                        return Take(queue, [ref], [self._length(ref)], 1, solo=True)
-                    return Take(queue, refs, [self._length(r) for r in refs], len(refs))
-                refs.append(ref)
-        returned = len(refs)
-        lengths = [self._length(ref) for ref in refs]
+                    returned = returned or [ref]
+                    alone = returned[0] in solo
+                    return Take(queue, returned, [], list(map(self._length, returned)), solo=alone)
+                returned.append(ref)
+        runs: list[SegmentRun] = []
+        lengths = list(map(self._length, returned))
         for segment in queue.segments:
-            base = segment.slot << ENTRY_BITS
-            for first, stop in live_runs(segment, items_max - len(refs)):
-                refs += range(base + first, base + stop)
+            for first, stop in live_runs(segment, items_max - len(lengths)):
+                runs.append((segment, first, stop))
                 lengths += segment.lengths[first:stop]
-        return Take(queue, refs, lengths, returned)
+        return Take(queue, returned, runs, lengths)
 
     def _length(self, ref: int) -> int:
         return self._slots[ref >> ENTRY_BITS].lengths[ref & ENTRY_MASK]
@@ -248,9 +246,7 @@ class Store:
         """References of every ready item of `queue`, in reading order."""
         refs = list(queue.returned or ())
         for segment in queue.segments:
-            base = segment.slot << ENTRY_BITS
-            for first, stop in live_runs(segment, len(segment.states)):
-                refs += range(base + first, base + stop)
+            refs += refs_of((segment, *run) for run in live_runs(segment, len(segment.states)))
         return refs
 
     def oldest_s(self, queue: LaneQueue) -> float | None:
@@ -278,10 +274,10 @@ class Store:
                 found.append(ref)
         return found
 
-    def columns(self, refs: Sequence[int]) -> Columns:
-        """What a batch of `refs` needs. Raises InvariantError where one is gone or tombstoned."""
+    def columns(self, runs: Iterable[SegmentRun]) -> Columns:
+        """What a batch of `runs` needs. Raises InvariantError where one is tombstoned."""
         out = Columns()
-        for segment, first, stop in self._runs(refs):
+        for segment, first, stop in runs:
             if segment.states.count(LIVE, first, stop) != stop - first:
                 raise InvariantError(f"items {first} to {stop} are to be read but one is not live")
             run = segment.run(first, stop)
@@ -294,22 +290,16 @@ class Store:
             out.payloads += run.payloads
         return out
 
-    def _runs(self, refs: Sequence[int]) -> Iterator[tuple[Segment, int, int]]:
-        """`refs`, in their order, as (segment, first entry, the one behind the last).
-
-        Raises InvariantError where a segment is gone.
-        """
+    def runs(self, refs: Sequence[int]) -> list[SegmentRun]:
+        """`refs`, in their order, as runs. Raises InvariantError where a segment is gone."""
+        found = []
         for first, count in runs_of(refs):
             segment = self._slots.get(first >> ENTRY_BITS)
             if segment is None:
                 raise InvariantError(f"segment of item {first:#x} is gone")
             entry = first & ENTRY_MASK
-            yield segment, entry, entry + count
-
-    def signature_of(self, slot: int) -> tuple[str, int]:
-        """(model, signature) in the header of a segment."""
-        queue = self._slots[slot].queue
-        return queue.shape.model, queue.signature
+            found.append((segment, entry, entry + count))
+        return found
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -319,12 +309,11 @@ class Store:
         Raises InvariantError and changes nothing where it is not.
         """
         queue = take.queue
-        for k in range(take.returned):
-            if queue.returned is None or take.refs[k] != queue.returned[k]:
-                raise InvariantError(f"returned item {take.refs[k]:#x} moved under a batch")
+        for k, ref in enumerate(take.returned):
+            if queue.returned is None or ref != queue.returned[k]:
+                raise InvariantError(f"returned item {ref:#x} moved under a batch")
         cursors: dict[int, tuple[Segment, int]] = {}
-        refs = take.refs[take.returned :] if take.returned else take.refs
-        for segment, first, stop in self._runs(refs):
+        for segment, first, stop in take.runs:
             _, cursor = cursors.get(segment.slot, (segment, segment.cursor))
             if segment.queue is not queue or not cursor <= first <= stop <= len(segment.states):
                 raise InvariantError(f"items {first} to {stop} are not behind the cursor")
@@ -339,9 +328,9 @@ class Store:
             cursors = self.verify(take)
         queue = take.queue
         if take.returned and queue.returned is not None:
-            del queue.returned[: take.returned]
+            del queue.returned[: len(take.returned)]
             if queue.solo:
-                queue.solo.difference_update(take.refs[: take.returned])
+                queue.solo.difference_update(take.returned)
         for segment, cursor in cursors:
             if segment.done_ahead:
                 skipped = segment.states[segment.cursor : cursor].count(TOMBSTONE)
@@ -349,7 +338,7 @@ class Store:
             segment.cursor = cursor
         while len(queue.segments) > 1 and self._is_read(queue.segments[0]):
             del queue.segments[0]
-        self._unready(queue, len(take.refs), take.lengths)
+        self._unready(queue, len(take), take.lengths)
 
     @staticmethod
     def _is_read(segment: Segment) -> bool:
@@ -456,7 +445,7 @@ class Store:
         Returns (queue, items) that have ended. Raises InvariantError, changing nothing, where one
         is tombstoned or was never dispatched.
         """
-        runs = list(self._runs(refs))
+        runs = self.runs(refs)
         for segment, first, stop in runs:
             live = segment.states.count(LIVE, first, stop)
             if live != stop - first or stop > segment.cursor:
