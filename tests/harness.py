@@ -264,6 +264,20 @@ class Bench:
         self.settle()
         return fresh
 
+    def producer_of_dead(self, items: int = 1, payload: bytes = b"p") -> FakeProducer:
+        """A producer whose items were given up (with attempts_max 1); no worker is left."""
+        producer, worker = self.producer(), self.worker()
+        producer.submit([100] * items, payload=payload)
+        self.settle()
+        self.dispatch()
+        (key,) = worker.batches
+        worker.start(key)
+        worker.give_back(key, "out_of_memory")
+        self.settle()
+        worker.cut()
+        assert len(self.fabric.dead) == items
+        return producer
+
     def to_broker(self, endpoint: str, routing_id: bytes, frames: list[bytes]) -> None:
         self.dispatcher.receive(endpoint, routing_id, frames, self.now)
 

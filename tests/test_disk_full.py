@@ -65,21 +65,6 @@ class FullBench(DiskBench):
         self.backing.room.min_free_bytes = self.min_free
 
 
-def with_a_dead_item(bench: FullBench, *, payload: bytes) -> FakeProducer:
-    """A producer whose one item was given up; no worker is left."""
-    producer, worker = bench.producer(), bench.worker()
-    producer.submit([100], payload=payload)
-    bench.settle()
-    bench.dispatch()
-    (key,) = worker.batches
-    worker.start(key)
-    worker.give_back(key, "out_of_memory")
-    bench.settle()
-    worker.cut()
-    assert producer.results == {1: [Status.DEAD]}
-    return producer
-
-
 def refusals(producer: FakeProducer) -> list[str]:
     return [
         m.fields["code"] for m in producer.inbox if m.kind is Type.ACCEPTED and "code" in m.fields
@@ -190,7 +175,7 @@ def replies(producer: FakeProducer) -> list[bool]:
 @pytest.mark.parametrize("ends", ["killed", "in order"])
 def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, ends: str) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
-    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    producer = bench.producer_of_dead(payload=b"x" * 30_000)
     bench.disk.size = bench.disk.used() + 20_000
     producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
     for _ in range(5):
@@ -210,7 +195,7 @@ def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, 
 
 def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: Path) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
-    producer = with_a_dead_item(bench, payload=b"x" * 30_000)
+    producer = bench.producer_of_dead(payload=b"x" * 30_000)
     bench.disk.size = bench.disk.used() + 20_000
     producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
     bench.tick(0.3)
@@ -230,7 +215,7 @@ def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: 
 
 def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path: Path) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
-    producer = with_a_dead_item(bench, payload=b"x")
+    producer = bench.producer_of_dead(payload=b"x")
     bench.disk.takes_files = False
     waiting = []
     for _ in range(20):

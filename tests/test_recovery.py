@@ -273,14 +273,7 @@ def test_dead_record_that_was_dropped_stays_away_from_the_answer_on(
     tmp_path: Path, durability: str
 ) -> None:
     bench = DiskBench(tmp_path, durability=durability, attempts_max=1)
-    producer, worker = bench.producer(), bench.worker()
-    producer.submit([100] * 2)
-    bench.settle()
-    bench.dispatch()
-    (key,) = worker.batches
-    worker.start(key)
-    worker.give_back(key, "out_of_memory")
-    bench.settle()
+    producer = bench.producer_of_dead(2)
     kept, dropped = (record.id for record in bench.fabric.dead)
     answered(bench, producer, "dead.drop", ids=[dropped])
     bench.crash()
@@ -331,14 +324,7 @@ def test_requeue_among_more_than_a_window_writes_is_answered_when_its_item_is_th
     monkeypatch.setattr("zfabric.dispatcher.WRITES_MAX", 2)
     monkeypatch.setattr("zfabric.dispatcher.CUT_TURNS_MAX", 2)
     bench = DiskBench(tmp_path, attempts_max=1)
-    producer, worker = bench.producer(), bench.worker()
-    producer.submit([100])
-    bench.settle()
-    bench.dispatch()
-    (key,) = worker.batches
-    worker.start(key)
-    worker.give_back(key, "engine_exit")
-    bench.settle()
+    producer = bench.producer_of_dead()
     # Each shape is a file of its own, and all are written before the item that is requeued.
     producer.submit([100] * 60, [Shape.of("m", f"s{k}") for k in range(60)])
     producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
