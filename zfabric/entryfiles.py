@@ -165,6 +165,7 @@ class SegmentFile:
         backing.files.make_directory(path.parent)
         _, descriptor = backing.descriptors.get(self.header.nonce, lambda: path, create=True)
         backing.files.write(path, descriptor, [pack_header(self.header)], 0)
+        backing.left.pop(path.parent, None)
         self.end = self.header.data_offset
         if self.header.kind == ITEMS:
             backing.segment_files += 1

@@ -131,7 +131,7 @@ class FileBacking:
         self.segment_files = 0
         self.segment_bytes = 0
         # directories that a file was removed from; mostly the lane's next file is soon in there
-        self._left: dict[Path, None] = {}
+        self.left: dict[Path, None] = {}
         self._next_sweep_s = 0.0
         self.room = DiskRoom(files)
         self.pins = Pins()
@@ -281,8 +281,8 @@ class FileBacking:
 
     def _sweep(self, directories_max: int) -> None:
         """Remove directories that are still empty, at most so many."""
-        for directory in list(islice(self._left, directories_max)):
-            del self._left[directory]
+        for directory in list(islice(self.left, directories_max)):
+            del self.left[directory]
             self.files.remove_empty(directory)
             self.files.remove_empty(directory.parent)
 
@@ -379,7 +379,7 @@ class FileBacking:
             del window.unlink[0]
             if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
                 (self.files.let_go or self.files.close)(descriptor)
-            self._left[path.parent] = None
+            self.left[path.parent] = None
         while window.punches:
             file, begin, end = window.punches.pop()
             if file.header.nonce not in self.catalog.retired:
@@ -462,7 +462,7 @@ class FileBacking:
             window = self.begin({}, partial=partial)
             self.sync()
             self.end(window)
-        self._sweep(len(self._left))
+        self._sweep(len(self.left))
         if partial or self.has_work:
             self.sync()
             return
