@@ -303,8 +303,9 @@ def test_commands_print_a_table(words: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_pipeline_measures_real_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shapes", "2", "--lanes", "8", "--backlogs", "6000", "--seconds", "1"]
-    assert main(["bench", "pipeline", *words, "--json"]) == 0
+    # The producer sends 8,192 at a time, so that never so many as 40,000 wait.
+    words = ["--shapes", "2", "--lanes", "8", "--backlogs", "40000", "--size", "64"]
+    assert main(["bench", "pipeline", *words, "--seconds", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     (row,) = report["rows"]
     assert row["items_per_s"] > 0 and row["residual_items"] == 0

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from zfabric.bench import percentile
 from zfabric.client import Client
 from zfabric.processes import Processes, stop, use, wait_for
+from zfabric.results import window_items
 
 WORKERS = 2
 BATCH_ITEMS_MAX, BATCH_TOKENS_MAX = 32, 65_536
@@ -114,8 +115,8 @@ def _fill(operator: Client, backlog: int, progress: Callable[[int], None]) -> No
     def full() -> bool:
         ready: int = operator.stats(120.0)["ready_items"]
         progress(ready)
-        # The last chunk may not fit.
-        return ready >= 0.95 * backlog - 1_024
+        # The next window does not fit.
+        return ready > backlog - window_items(backlog)
 
     wait_for("the backlog", full, FILL_TIMEOUT_S)
 
