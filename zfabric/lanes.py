@@ -233,7 +233,10 @@ class Lanes:
         """
         ids, find, outstanding, touched = self._ids, bisect_left, self._outstanding, self._touched
         room, allowance, scale = self._threshold()
-        runs: list[tuple[int, int, int, int]] = []
+        lane_ids: list[int] = []
+        counts: list[int] = []
+        targets_after: list[int] = []
+        tags = bytearray()
         # Before the first: as if in a lane over all others, of which nothing is near.
         position, target, below, nearer = len(ids), 0, targets[-1], TOKENS_MAX + 1
         left = len(rising)
@@ -269,17 +272,18 @@ class Lanes:
             targets[position] = target
             # From the square root of target x below upwards, rounded up, this lane wastes less.
             nearer = isqrt(target * below - 1) + 1 if below > 0 else below + 1
-            lowest = target - widest
-            if nearer > lowest:
-                lowest = nearer
+            lowest = nearer if nearer > target - widest else target - widest
             # What follows is nearer to a target that this item has raised than it was to the old.
             stop = left - 1 if tag and raised else find(rising, lowest, 0, left)
             lane, count = ids[position], left - stop
             outstanding[lane] += count
             touched[lane] = now
-            runs.append((lane, count, target, tag))
+            lane_ids.append(lane)
+            counts.append(count)
+            targets_after.append(target)
+            tags.append(tag)
             left = stop
-        return Runs(*zip(*runs, strict=True))
+        return Runs(lane_ids, counts, targets_after, tags)
 
     def _threshold(self) -> tuple[int, int, int]:
         """(lanes that may still open, allowance, scale): a gap may be target * allowance / scale.

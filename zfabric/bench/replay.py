@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from zfabric.draining import DrainLimits, Fullest, LaneDraining
@@ -117,8 +117,8 @@ class Replay:
             deque(map(list.append, queues, lengths), maxlen=0)
             tokens: Iterable[int] = lengths
         else:
-            ends = list(accumulate(counts))
-            parts = list(map(lengths.__getitem__, map(slice, [0, *ends], ends)))
+            ends = accumulate(counts, initial=0)
+            parts = [lengths[start:stop] for start, stop in pairwise(ends)]
             deque(map(list.extend, queues, parts), maxlen=0)
             tokens = map(sum, parts)
         self.order.added_rows(list(zip(lane_ids, counts, tokens, strict=True)), now)
