@@ -512,10 +512,29 @@ def test_fullest_gives_most_tokens_first_added_of_equals(
         else:
             fullest.set(key, tokens)
             plain[key] = tokens
-        assert len(fullest._heap) <= 2 * len(plain) + HEAP_SLACK
+        assert len(fullest._heap) + len(fullest._sorted) <= 2 * len(plain) + HEAP_SLACK
         # max keeps the first of equals, and a dict keeps the order of first adding.
         assert fullest.first() == max(plain, key=plain.__getitem__, default=None)
         assert [fullest.tokens(k) for k in range(10)] == [plain.get(k, 0) for k in range(10)]
+
+
+def test_fullest_of_few_changes_among_many_keys() -> None:
+    fullest: Fullest[int] = Fullest()
+    plain = {key: 1_000 - key // 2 for key in range(200)}
+    for key, tokens in plain.items():
+        fullest.set(key, tokens)
+    for n in range(2_000):
+        best = max(plain, key=plain.__getitem__)
+        assert fullest.first() == best
+        assert len(fullest._heap) + len(fullest._sorted) <= 2 * len(plain) + HEAP_SLACK
+        plain[best] = plain[best] * (7 + n % 5) // 12
+        fullest.set(best, plain[best])
+        # Of equals the first added: one that leaves and comes back is the last of them.
+        gone = (7 * n) % 200
+        again = plain.pop(gone)
+        fullest.discard(gone)
+        plain[gone] = again + n % 3
+        fullest.set(gone, plain[gone])
 
 
 def test_fullest_heap_stays_bounded_when_nobody_asks() -> None:

@@ -235,7 +235,7 @@ def test_sorted_message_joins_the_lanes_that_its_items_join_alone(
 
 def test_descending_message_joins_a_lane_in_one_run() -> None:
     lanes = lanes_with(1_000)
-    assert lanes.assign_runs([1_000, 995, 991, 991], 0.0) == ((0,), (4,), (1_000,), (0,))
+    assert lanes.assign_runs([1_000, 995, 991, 991], 0.0) == ([0], [4], [1_000], b"\0")
 
 
 def test_of_two_lanes_of_one_target_the_first_takes_what_fits() -> None:

@@ -21,8 +21,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, KeysView, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from operator import itemgetter, neg
+from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from zfabric.affinity import Affinity
@@ -31,9 +31,9 @@ from zfabric.errors import ConfigError, InvariantError
 K = TypeVar("K", bound=Hashable)
 
 _KEY, _ITEMS, _TOKENS = itemgetter(0), itemgetter(1), itemgetter(2)
-# Heap entries beyond two per live key before a rebuild: small heaps are not worth rebuilding.
+# Places beyond two per live key before all are sorted anew: few stale ones are not worth it.
 HEAP_SLACK = 64
-# A change of one key in so many rebuilds the heap: all entries are made in one go, none is stale.
+# Moves of one key in so many sort all anew: that is done in one go, and leaves no stale place.
 REBUILD_PAYS = 4
 # Items of other shapes that a wait may leave undone: what it saves is one miss for each card.
 WAIT_COSTS_ITEMS = 100
@@ -70,21 +70,23 @@ class Choice(NamedTuple, Generic[K]):
 class Fullest(Generic[K]):
     """Keys by tokens, most first; of equals, the one that was added first.
 
-    A change only notes the key. The heap gets one entry for each noted key when somebody asks, so
-    that what changes a hundred times between two questions costs one entry, and an order that
-    nobody asks for costs none. Entries that a later change made stale are dropped when they
-    surface, and by a rebuild once they outnumber the live ones.
+    A change only notes the key, so that an order that nobody asks for costs nothing. Asked, it
+    sorts all keys where many have changed since they were sorted last, and takes one after the
+    other from the end; where few have, those leave their place and wait in a heap beside it.
     """
 
-    __slots__ = ("_heap", "added", "changed", "live", "order")
+    __slots__ = ("_heap", "_moved", "_sorted", "added", "changed", "live", "order")
 
     def __init__(self) -> None:
         # Tokens of each key. Whoever changes one here says so in `changed`, and numbers a new one.
         self.live: dict[K, int] = {}
         self.order: dict[K, int] = {}
         self.changed: set[K] = set()
-        self._heap: list[tuple[int, int, K]] = []
         self.added = 0
+        # The fullest last. Keys that are not live are passed over, and those that have moved.
+        self._sorted: list[K] = []
+        self._moved: set[K] = set()
+        self._heap: list[tuple[int, int, K]] = []
 
     def __len__(self) -> int:
         return len(self.live)
@@ -101,49 +103,48 @@ class Fullest(Generic[K]):
         self.live[key] = tokens
         self.changed.add(key)
 
-    def add(self, key: K, tokens: int) -> None:
-        """Add tokens to a key that is here (with a minus, take them away), or a new key."""
-        live = self.live
-        if key in live:
-            live[key] += tokens
-        else:
-            live[key] = tokens
-            self.order[key] = self.added
-            self.added += 1
-        self.changed.add(key)
-
     def discard(self, key: K) -> None:
         """Forget the key, if it is here."""
         if self.live.pop(key, None) is not None:
             del self.order[key]
             self.changed.discard(key)
             if not self.live:
-                self._heap.clear()
+                self._sort()
 
     def first(self) -> K | None:
         """The key with the most tokens, or None if there is no key."""
-        heap, changed, live, order = self._heap, self.changed, self.live, self.order
-        if changed:
-            few = len(changed) * REBUILD_PAYS < len(live)
-            if few and len(heap) + len(changed) <= 2 * len(live) + HEAP_SLACK:
-                for key in changed:
-                    heappush(heap, (-live[key], order[key], key))
-            else:
-                heap = self._rebuild()
-            changed.clear()
+        live, moved = self.live, self._moved
+        if self.changed:
+            self._settle()
+        keys, heap, order = self._sorted, self._heap, self.order
+        while keys and (keys[-1] in moved or keys[-1] not in live):
+            keys.pop()
         while heap:
-            tokens, added, key = heap[0]
-            if live.get(key) == -tokens and order[key] == added:
-                return key
+            tokens, number, key = heap[0]
+            if live.get(key) == -tokens and order[key] == number:
+                ahead = keys and (-live[keys[-1]], order[keys[-1]]) < (tokens, number)
+                return keys[-1] if ahead else key
             heappop(heap)
-        return None
+        return keys[-1] if keys else None
 
-    def _rebuild(self) -> list[tuple[int, int, K]]:
-        live, order = self.live, self.order
-        entries = zip(map(neg, live.values()), map(order.__getitem__, live), live, strict=True)
-        self._heap = list(entries)
-        heapify(self._heap)
-        return self._heap
+    def _settle(self) -> None:
+        """Give each changed key its new place."""
+        live, changed, heap = self.live, self.changed, self._heap
+        self._moved |= changed
+        held = len(self._sorted) + len(heap) + len(changed)
+        if len(self._moved) * REBUILD_PAYS >= len(live) or held > 2 * len(live) + HEAP_SLACK:
+            self._sort()
+        else:
+            for key in changed:
+                heappush(heap, (-live[key], self.order[key], key))
+            changed.clear()
+
+    def _sort(self) -> None:
+        # Sorting keeps the order of equals, and a dict that of adding.
+        self._sorted = list(reversed(self.live))
+        self._sorted.sort(key=self.live.__getitem__)
+        for noted in (self._heap, self._moved, self.changed):
+            noted.clear()
 
 
 class _Ready(Generic[K]):
@@ -161,28 +162,20 @@ class _Ready(Generic[K]):
         self.forced_at: float | None = None
 
     def added(self, key: K, items: int, tokens: int, now: float) -> None:
-        if items < 1 or tokens < 0:
-            raise InvariantError(f"{items} items of {tokens} tokens cannot become ready")
-        ready = self.items
-        if key in ready:
-            ready[key] += items
-        else:
-            ready[key] = items
-            self.since[key] = now
-        self.fullest.add(key, tokens)
+        self.added_rows([(key, items, tokens)], now)
 
     def added_rows(self, rows: Sequence[tuple[K, int, int]], now: float) -> None:
         if not rows:
             return
         if min(map(_ITEMS, rows)) < 1 or min(map(_TOKENS, rows)) < 0:
             raise InvariantError("a key cannot become ready without an item")
-        counts, fullest, live = self.items, self.fullest, self.fullest.live
+        ready, fullest, live = self.items, self.fullest, self.fullest.live
         for key, items, tokens in rows:
-            if key in counts:
-                counts[key] += items
+            if key in ready:
+                ready[key] += items
                 live[key] += tokens
             else:
-                counts[key] = items
+                ready[key] = items
                 self.since[key] = now
                 live[key] = tokens
                 fullest.order[key] = fullest.added
@@ -191,19 +184,19 @@ class _Ready(Generic[K]):
 
     def removed(self, key: K, items: int, tokens: int, now: float, served: bool) -> bool:
         """True if nothing of the key is left."""
-        counts, fullest = self.items, self.fullest
-        items_left = counts.get(key, 0) - items
-        tokens_left = fullest.live.get(key, 0) - tokens
+        ready, fullest, live = self.items, self.fullest, self.fullest.live
+        items_left = ready.get(key, 0) - items
+        tokens_left = live.get(key, 0) - tokens
         if items < 1 or tokens < 0 or items_left < 0 or tokens_left < 0:
             raise InvariantError(f"{items} items of {tokens} tokens were not ready")
         if not items_left:
             if tokens_left:
                 raise InvariantError(f"no items left of a key, but {tokens_left} tokens")
-            del counts[key], self.since[key]
+            del ready[key], self.since[key]
             fullest.discard(key)
             return True
-        counts[key] = items_left
-        fullest.live[key] = tokens_left
+        ready[key] = items_left
+        live[key] = tokens_left
         fullest.changed.add(key)
         if served:
             self.since[key] = now

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat
 from math import inf, isqrt
@@ -121,7 +120,7 @@ class Lanes:
         self._ids = array("H")
         # Columns by lane id, as long as the highest id in use needs. Touched is when an open lane
         # last got an item, and infinity of any other id.
-        self._outstanding = array("I")
+        self._outstanding: list[int] = []
         self._touched = array("d")
         # Bit n is lane id n in use. The lowest clear bit is the lowest free id and its length is
         # what the columns need, so that the free list costs 256 bytes and no bookkeeping.
@@ -176,55 +175,68 @@ class Lanes:
         copied = len(lengths) * LIST_PAYS_LANES >= lanes
         targets = self._targets.tolist() if copied else self._targets
         if rising and rising == backwards:
-            runs = self._place_runs(rising, targets)
+            runs = self._place_runs(rising, targets, now)
         else:
-            runs = self._place_each(lengths, targets)
+            runs = self._place_each(lengths, targets, now)
         if copied:
             self._targets = array("I", targets)
-        self._note(runs, len(lengths), opened=len(self._ids) - lanes, now=now)
+        self._count(runs, len(lengths), opened=len(self._ids) - lanes)
         return runs
 
-    def _place_each(self, lengths: Sequence[int], targets: array[int] | list[int]) -> Runs:
+    def _place_each(
+        self, lengths: Sequence[int], targets: array[int] | list[int], now: float
+    ) -> Runs:
         """The rule of `assign`, item by item; changes the targets."""
         ids, lanes, find = self._ids, len(self._ids), bisect_left
+        outstanding, touched = self._outstanding, self._touched
         room, allowance, scale = self._threshold()
         lane_ids: list[int] = []
         targets_after: list[int] = []
         tags = bytearray(len(lengths))
-        for index, length in enumerate(lengths):
-            position, raised = find(targets, length), True
+        for length in lengths:
+            position = find(targets, length)
             if position < lanes:
                 target = targets[position]
                 gap = target - length
-                # (target - length) / target > (length - below) / length, multiplied out.
-                raised = position > 0 and length * length < target * targets[position - 1]
-            if raised:
+                if position and length * length < target * targets[position - 1]:
+                    position -= 1
+                    gap = length - targets[position]
+                    targets[position] = target = length
+            else:
                 position -= 1
-                target, gap = length, length - targets[position]
-            if gap > OPEN_ALWAYS_TOKENS or gap > target * allowance // scale:
+                gap = length - targets[position]
+                targets[position] = target = length
+            if gap > OPEN_ALWAYS_TOKENS or gap * scale > target * allowance:
+                raised = target == length
                 if gap < OPEN_FLOOR_TOKENS:
-                    tags[index] = TAG_FLOOR
+                    tags[len(lane_ids)] = TAG_FLOOR
                 elif room:
-                    position, target, raised = position + raised, length, False
+                    if raised:
+                        targets[position] = length - gap
+                    position, target = position + raised, length
                     self._open(position, length, targets)
                     room, lanes, allowance = room - 1, lanes + 1, allowance + _SPAN_PERCENT
                 else:
-                    tags[index] = TAG_FORCED
-            if raised:
-                targets[position] = length
-            lane_ids.append(ids[position])
+                    tags[len(lane_ids)] = TAG_FORCED
+            lane = ids[position]
+            outstanding[lane] += 1
+            touched[lane] = now
+            lane_ids.append(lane)
             targets_after.append(target)
         return Runs(lane_ids, [1] * len(lengths), targets_after, tags)
 
-    def _place_runs(self, rising: list[int], targets: array[int] | list[int]) -> Runs:
+    def _place_runs(self, rising: list[int], targets: array[int] | list[int], now: float) -> Runs:
         """The rule of `assign` for these from the longest down; changes the targets.
 
         It goes down the lanes with them. What a run leaves is either still over the lane below, and
         then `nearer` tells which of the two it joins, or is searched for from here down.
         """
-        ids, find = self._ids, bisect_left
+        ids, find, outstanding, touched = self._ids, bisect_left, self._outstanding, self._touched
         room, allowance, scale = self._threshold()
-        runs: list[tuple[int, int, int, int]] = []
+        lane_ids: list[int] = []
+        counts: list[int] = []
+        targets_after: list[int] = []
+        tags = bytearray()
         # Before the first: as if in a lane over all others, of which nothing is near.
         position, target, below, nearer = len(ids), 0, targets[-1], TOKENS_MAX + 1
         left = len(rising)
@@ -240,6 +252,7 @@ class Lanes:
             if raised:
                 position -= 1
                 target, gap = length, length - below
+                below = targets[position - 1] if position else -1
             else:
                 gap = target - length
             widest = target * allowance // scale
@@ -256,19 +269,21 @@ class Lanes:
                     below = targets[position - 1] if position else -1
                 else:
                     tag, widest = TAG_FORCED, target
-            if raised:
-                targets[position] = length
-                below = targets[position - 1] if position else -1
+            targets[position] = target
             # From the square root of target x below upwards, rounded up, this lane wastes less.
             nearer = isqrt(target * below - 1) + 1 if below > 0 else below + 1
-            lowest = target - widest
-            if nearer > lowest:
-                lowest = nearer
+            lowest = nearer if nearer > target - widest else target - widest
             # What follows is nearer to a target that this item has raised than it was to the old.
             stop = left - 1 if tag and raised else find(rising, lowest, 0, left)
-            runs.append((ids[position], left - stop, target, tag))
+            lane, count = ids[position], left - stop
+            outstanding[lane] += count
+            touched[lane] = now
+            lane_ids.append(lane)
+            counts.append(count)
+            targets_after.append(target)
+            tags.append(tag)
             left = stop
-        return Runs(*zip(*runs, strict=True))
+        return Runs(lane_ids, counts, targets_after, tags)
 
     def _threshold(self) -> tuple[int, int, int]:
         """(lanes that may still open, allowance, scale): a gap may be target * allowance / scale.
@@ -284,14 +299,8 @@ class Lanes:
         self._ids.insert(position, self._claim())
         targets.insert(position, target)
 
-    def _note(self, runs: Runs, items: int, opened: int, now: float) -> None:
-        """Count what was assigned, a lane at a time."""
-        outstanding, touched, lane_ids = self._outstanding, self._touched, runs.lane_ids
-        single = len(lane_ids) == items > 1
-        pairs = Counter(lane_ids).items() if single else zip(lane_ids, runs.counts, strict=True)
-        for lane, count in pairs:
-            outstanding[lane] += count
-            touched[lane] = now
+    def _count(self, runs: Runs, items: int, opened: int) -> None:
+        """Count what was assigned: each item once."""
         forced = 0
         if TAG_FORCED in runs.tags:
             forced = sum(compress(runs.counts, map(TAG_FORCED.__eq__, runs.tags)))
@@ -413,7 +422,7 @@ class Lanes:
             lane_id = (~self._used & (self._used + 1)).bit_length() - 1
         missing = lane_id + 1 - len(self._outstanding)
         if missing > 0:
-            self._outstanding.frombytes(bytes(missing * self._outstanding.itemsize))
+            self._outstanding.extend(repeat(0, missing))
             self._touched.extend(repeat(inf, missing))
         self._outstanding[lane_id] = 0
         self._used |= 1 << lane_id

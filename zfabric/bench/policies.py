@@ -35,14 +35,14 @@ GROWTH_MAX = 1.2
 # Instructions for each item on the synthetic trace, by version of Python and case.
 RECORDED = {
     "3.11": {
-        "group 60 1024": 47.2,
-        "tight 60 1024": 25.8,
-        "group 2048 1024": 74.1,
-        "tight 2048 1024": 68.5,
-        "group 60 8192": 28.5,
-        "tight 60 8192": 21.4,
-        "group 2048 8192": 33.0,
-        "tight 2048 8192": 27.2,
+        "group 60 1024": 49.1,
+        "tight 60 1024": 28.9,
+        "group 2048 1024": 78.1,
+        "tight 2048 1024": 74.1,
+        "group 60 8192": 29.6,
+        "tight 60 8192": 24.5,
+        "group 2048 8192": 34.4,
+        "tight 2048 8192": 30.2,
     },
 }
 

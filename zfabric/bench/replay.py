@@ -139,43 +139,43 @@ class Replay:
     def _tight(self, now: float) -> None:
         lane = self.order.choose(now)
         if lane is not None:
-            contract = self.contract
-            packed = pack_tight(self._lengths[lane][: contract.batch_items_max], contract)
-            self.totals.book(self._take(lane, packed.count, now), packed)
+            front = self._lengths[lane][: self.contract.batch_items_max]
+            packed = pack_tight(front, self.contract)
+            self.totals.book(self._take(lane, front, packed.count, now), packed)
 
     def _strict(self, now: float) -> None:
         lane = self.order.choose(now)
         if lane is not None:
             queue = self._lengths[lane]
-            places = self.contract.batch_items_max
-            packed = pack_strict(queue[:places], len(queue), max(queue), self.contract)
-            self.totals.book(self._take(lane, packed.count, now), packed)
+            front = queue[: self.contract.batch_items_max]
+            packed = pack_strict(front, len(queue), max(queue), self.contract)
+            self.totals.book(self._take(lane, front, packed.count, now), packed)
 
     def _group(self, now: float) -> None:
         queues, places = self._lengths, self.contract.batch_items_max
         rows, due = candidates(self.order, self.lanes, self._below, now)
-        seen: list[tuple[int, int]] = []
+        seen: list[tuple[int, int, list[int]]] = []
 
         def lengths() -> Iterable[tuple[int, list[int]]]:
-            for row in rows:
-                seen.append(row)
-                yield row[0], queues[row[0]][:places]
+            for lane, target in rows:
+                front = queues[lane][:places]
+                seen.append((lane, target, front))
+                yield lane, front
 
         taken, packed = pack_group(lengths(), self.contract)
         tokens = 0
-        for lane, count in taken:
-            tokens += self._take(lane, count, now)
+        for (lane, count), (_, _, front) in zip(taken, seen, strict=False):
+            tokens += self._take(lane, front, count, now)
         self.totals.book(tokens, packed)
         if not due:
-            lane, target = seen[len(taken) - 1]
+            lane, target, _ = seen[len(taken) - 1]
             left = self.order.ready(lane)
             self._below = goes_on_below(len(taken), target, left, self.contract)
 
-    def _take(self, lane: int, count: int, now: float) -> int:
+    def _take(self, lane: int, front: list[int], count: int, now: float) -> int:
         """Take so many items from the front of the lane; returns their tokens."""
-        queue = self._lengths[lane]
-        tokens = sum(queue[:count])
-        del queue[:count]
+        tokens = sum(front if count == len(front) else front[:count])
+        del self._lengths[lane][:count]
         self.ready_items -= count
         self.order.removed(lane, count, tokens, now, True)
         self.lanes.removed(lane, count)
