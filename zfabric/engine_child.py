@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from zfabric.engine import Batch, CacheStats, EngineFactory, Result
+from zfabric.engine import Batch, CacheStats, EngineFactory, Status
 from zfabric.engine_host import READ_BYTES, FailureKind, host, run_message, unpacker
 from zfabric.errors import ConfigError, InvariantError
 
@@ -61,7 +61,8 @@ class Results:
 
     batch_id: int
     indices: tuple[int, ...]
-    results: tuple[Result, ...]
+    statuses: tuple[Status, ...]
+    payloads: tuple[bytes, ...]
     final: bool
 
 
@@ -299,12 +300,10 @@ class EngineChild:
             return []
         if kind != "results":
             raise ValueError(f"unknown message {kind!r:.100}")
-        batch_id, indices, statuses, payloads, final = message[1:6]
-        results = tuple(map(Result, statuses, payloads))
-        event = Results(batch_id, indices, results, final)
-        if not final:
+        event = Results(*message[1:6])
+        if not event.final:
             return [event]
-        self._over(batch_id)
+        self._over(event.batch_id)
         return [event, _stats_event(message[6])]
 
     def _over(self, batch_id: int | None) -> None:
