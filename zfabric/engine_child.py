@@ -300,10 +300,11 @@ class EngineChild:
             return []
         if kind != "results":
             raise ValueError(f"unknown message {kind!r:.100}")
-        event = Results(*message[1:6])
-        if not event.final:
+        batch_id, indices, statuses, payloads, final = message[1:6]
+        event = Results(batch_id, tuple(indices), tuple(statuses), tuple(payloads), final)
+        if not final:
             return [event]
-        self._over(event.batch_id)
+        self._over(batch_id)
         return [event, _stats_event(message[6])]
 
     def _over(self, batch_id: int | None) -> None:
