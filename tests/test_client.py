@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.running import SLOW, brokering, serving
+from tests.running import SLOW, brokering, serving, until
 from tests.test_broker import SHAPE, RawPeer, done, items, running, worker_hello
 from zfabric.broker import Broker
 from zfabric.client import Client
@@ -147,6 +147,25 @@ def test_a_slow_engine_is_no_lack_of_room() -> None:
         assert time.monotonic() - began > 1.5
         assert len(list(results.within(20))) == 20
         assert len(list(client.map(given, buffersize=1_000, timeout=5))) == 20
+        client.close()
+
+
+def test_results_of_one_message_go_each_to_whoever_asked_for_them() -> None:
+    with running() as (_, at), Client(at.producers) as client:
+        single = client.submit(Item(SHAPE, b"x", 1), timeout=10)
+        named, nameless, stuck = Results(), Results(), Results()
+        for k in range(20):
+            client.enqueue([Item(SHAPE, b"x", 1, custom_id=str(k)), Item(SHAPE, b"x", 1)], named)
+            client.enqueue([Item(SHAPE, b"x", 1), Item(Shape.of("n"), b"x", 1)], nameless)
+        client.enqueue([Item(Shape.of("n"), b"x", 1)], stuck)
+        assert client.open_models() == {"m": 61, "n": 21}
+        with working(at.workers):
+            assert single.result(20).ok
+            until(lambda: client.open_models() == {"n": 21})
+        assert [r.custom_id for r in nameless.take(0)] == [None] * 20
+        names = {r.custom_id for r in named.take(0)}
+        assert names == {None, *map(str, range(20))}
+        assert (named.done, nameless.done, stuck.done) == (40, 20, 0)
         client.close()
 
 

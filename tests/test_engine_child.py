@@ -26,7 +26,7 @@ from tests.engines import (
     batch_of,
 )
 from zfabric import engine_child
-from zfabric.engine import CacheStats, Result
+from zfabric.engine import CacheStats
 from zfabric.engine_child import EngineChild, Exited, Failed, Loaded, Results, Stats
 from zfabric.errors import ConfigError, InvariantError
 
@@ -90,15 +90,15 @@ def test_batch_arrives_whole_and_results_come_back():
     batch = batch_of(b"\x00payload\xff", pad_to=16, length=11)
     with hosted(DescribingEngine) as child:
         child.send(2**40, batch)
-        result = Results(2**40, (0,), (Result.ok(repr(batch).encode()),), final=True)
+        result = Results(2**40, (0,), ("ok",), (repr(batch).encode(),), final=True)
         assert result in collect(child, lambda e: isinstance(e, Results))
 
 
 def test_partial_results_come_one_by_one(obeying):
     assert outcome(obeying, b"reverse", b"b", batch_id=3) == [
-        Results(3, (1,), (Result.ok(b"B"),), final=False),
-        Results(3, (0,), (Result.ok(b"REVERSE"),), final=False),
-        Results(3, (), (), final=True),
+        Results(3, (1,), ("ok",), (b"B",), final=False),
+        Results(3, (0,), ("ok",), (b"REVERSE",), final=False),
+        Results(3, (), (), (), final=True),
     ]
 
 
@@ -115,7 +115,7 @@ def test_engine_that_raises_stays_and_runs_the_next_batch(obeying, command, kind
     assert (failed.batch_id, failed.kind) == (4, kind)
     assert "boom" in failed.text
     assert obeying.idle
-    assert outcome(obeying, b"next") == [Results(1, (0,), (Result.ok(b"NEXT"),), final=True)]
+    assert outcome(obeying, b"next") == [Results(1, (0,), ("ok",), (b"NEXT",), final=True)]
 
 
 def await_room(child):
@@ -183,13 +183,13 @@ def test_engine_that_holds_the_interpreter_delays_no_call(obeying):
 
 def test_interrupt_from_the_terminal_is_not_the_engines_business(obeying):
     os.kill(obeying.pid, signal.SIGINT)
-    assert outcome(obeying, b"still") == [Results(1, (0,), (Result.ok(b"STILL"),), final=True)]
+    assert outcome(obeying, b"still") == [Results(1, (0,), ("ok",), (b"STILL",), final=True)]
 
 
 def test_large_results_are_read_in_bounded_steps(obeying, monkeypatch):
     monkeypatch.setattr(engine_child, "RECEIVE_BYTES_MAX", 2**20)
     (results,) = outcome(obeying, b"inflate 9000000")
-    assert len(results.results[0].payload) == 9_000_000
+    assert len(results.payloads[0]) == 9_000_000
 
 
 def test_stopped_child_blocks_neither_send_nor_receive(obeying):
@@ -202,7 +202,7 @@ def test_stopped_child_blocks_neither_send_nor_receive(obeying):
     finally:
         os.kill(obeying.pid, signal.SIGCONT)
     events = collect(obeying, lambda e: isinstance(e, Results))
-    assert events[0].results[0] == Result.ok(b"BIG")
+    assert events[0].payloads[0] == b"BIG"
 
 
 def test_child_stopped_in_the_middle_of_a_message_does_not_block_receive(obeying):
@@ -246,7 +246,7 @@ def test_death_of_the_engine_is_told_with_the_batch_it_had(command, exitcode, te
 
 
 def test_partial_result_before_a_hang_is_received_during_it():
-    early = Results(13, (1,), (Result.ok(b"early"),), final=False)
+    early = Results(13, (1,), ("ok",), (b"early",), final=False)
     with hosted(ObeyingEngine) as child:
         child.send(13, batch_of(b"reverse_and_hold 600", b"b"))
         assert collect(child, lambda e: isinstance(e, Results)) == [early]
@@ -256,7 +256,7 @@ def test_partial_result_before_a_hang_is_received_during_it():
 
 
 def test_results_written_before_death_are_received_before_it():
-    early = Results(13, (1,), (Result.ok(b"early"),), final=False)
+    early = Results(13, (1,), ("ok",), (b"early",), final=False)
     with hosted(ObeyingEngine) as child:
         child.send(13, batch_of(b"reverse_and_hold 600", b"b"))
         assert wait([child.connection], PATIENCE_S)
@@ -269,7 +269,7 @@ def test_results_written_before_death_are_received_before_it():
 def test_death_is_seen_although_a_process_of_the_engine_lives_on():
     with hosted(ObeyingEngine) as child:
         (results,) = outcome(child, b"fork")
-        orphan = int(results.results[0].payload)
+        orphan = int(results.payloads[0])
         try:
             child.kill()
             began = time.monotonic()
@@ -347,7 +347,7 @@ def test_stop_keeps_results_that_arrive_meanwhile():
         child.send(16, batch_of(b"inflate 5000000"))
         assert child.stop(PATIENCE_S)
         results, _, exited = child.receive()
-        assert len(results.results[0].payload) == 5_000_000
+        assert len(results.payloads[0]) == 5_000_000
         assert exited == Exited(0, "exited with status 0", ())
 
 
@@ -372,7 +372,7 @@ def test_child_outlives_the_thread_that_started_it():
     thread.join()
     try:
         collect(child, lambda e: isinstance(e, Loaded))
-        assert outcome(child, b"x") == [Results(1, (0,), (Result.ok(b"X"),), final=True)]
+        assert outcome(child, b"x") == [Results(1, (0,), ("ok",), (b"X",), final=True)]
     finally:
         child.kill()
         child.stop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ class Joined:
         self.bench.dispatcher.tick(self.bench.now, 0.0, drained=True)
         self.exchange()
 
-    def add(self, count: int, length: int = 10) -> list[int]:
+    def add(self, count: int, length: int = 10) -> Sequence[int]:
         numbers = self.session.add([SHAPE] * count, [length] * count, [b"p"] * count)
         self.session.pump()
         return numbers
@@ -217,6 +218,20 @@ def test_numbers_must_ascend() -> None:
     for numbers in ([9, 10], [12, 11], [2**63, 2**63 + 1]):
         with pytest.raises(ValueError, match="ascend"):
             session.add([SHAPE] * 2, [1, 1], [b"", b""], numbers)
+
+
+def test_equal_shapes_have_one_id_whichever_object_says_so() -> None:
+    session = Session("job", 1)
+    session.open(0.0)
+    session.receive(encode(Type.WELCOME, {"boot": 1, "epoch": 1, "store": 1}), 0.0)
+    session.outbound.clear()
+    shapes = [Shape.of("m", "a"), Shape.of("m", "b"), Shape.of("m", "a"), Shape.of("n", "a")]
+    for _ in range(2):
+        session.add(shapes, [1] * 4, [b""] * 4)
+    session.pump()
+    said = [decode(frames, TO_BROKER) for frames in session.outbound]
+    assert [message.kind for message in said] == [*[Type.SHAPE] * 3, Type.SUBMIT, Type.SUBMIT]
+    assert [list(message.columns["shapes"]) for message in said[3:]] == [[0, 1, 0, 2]] * 2
 
 
 STEPS = st.sampled_from(["add", "wait", "cut", "lose", "deaf", "run", "silence"])

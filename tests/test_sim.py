@@ -412,7 +412,7 @@ def test_killed_and_hung_cards_in_a_real_process():
         child.kill()
         child.stop(0)
     assert events == [
-        Results(2, (0,), (answer(b"first", ""),), final=False),
+        Results(2, (0,), ("ok",), (answer(b"first", "").payload,), final=False),
         Exited(-signal.SIGKILL, "killed by SIGKILL", (2,)),
     ]
 

@@ -6,13 +6,14 @@ import socket
 import struct
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
 import zmq
 
 from tests.running import until
-from zfabric.transport import Trouble, connect_watched
+from zfabric.transport import Trouble, connect_watched, receive, send_out
 
 ROOT = Path(__file__).parents[1]
 # Longer than any interval at which libzmq would speak of its own accord.
@@ -128,3 +129,26 @@ def test_trouble_of_the_last_connection_holds_until_the_next_one_knows_better(
         finally:
             handshakes.close()
             context.destroy(0)
+
+
+def test_messages_go_whole_and_wait_where_the_socket_takes_no_more() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        ours.setsockopt(zmq.SNDHWM, 2)
+        theirs.setsockopt(zmq.RCVHWM, 2)
+        theirs.bind("inproc://whole")
+        ours.connect("inproc://whole")
+        assert receive(theirs) is None
+        messages = [[b"%d" % k, b"", b"x" * 100_000][: 1 + k % 3] for k in range(9)]
+        outbound, got = deque(messages), []
+        send_out(ours, outbound)
+        assert 0 < len(outbound) < len(messages)
+        for _ in messages:
+            while (frames := receive(theirs)) is not None:
+                got.append(frames)
+            assert ours.poll(5_000, zmq.POLLOUT)
+            send_out(ours, outbound)
+        assert got == messages and not outbound
+    finally:
+        context.destroy(0)

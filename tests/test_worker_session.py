@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from zfabric import snapshot
 from zfabric.config import BrokerConfig
 from zfabric.dispatcher import PRODUCERS, WORKERS, Dispatcher
-from zfabric.engine import Result
 from zfabric.errors import PeerError
-from zfabric.holding import DONE_BYTES_MAX, cut
+from zfabric.holding import DONE_BYTES_MAX, Ended, cut
 from zfabric.protocol import (
     FROM_BROKER,
     TO_BROKER,
@@ -154,9 +153,9 @@ class Hand(End):
         if self.running is not None and self.net.now >= self.done_at and not self.hold:
             serial, batch = self.running
             first, last = self.reported, self.reported + 1 if self.partial else len(batch)
-            results = [Result.ok(payload.upper()) for payload in batch.payloads[first:last]]
-            final = last >= len(batch)
-            self.session.report(serial, range(first, last), results, final=final)
+            answers = [payload.upper() for payload in batch.payloads[first:last]]
+            final, words = last >= len(batch), ["ok"] * (last - first)
+            self.session.report(serial, range(first, last), words, answers, final=final)
             self.reported = 0 if final else last
             self.running = None if final else self.running
 
@@ -348,13 +347,13 @@ def test_partial_results_are_sent_together_and_counted_one_by_one(net):
     net.until(lambda: worker.session.ready)
     serial, _ = worker.session.start()
     for group in ([3], [0, 1]):
-        results = [Result.ok(b"ITEM %d" % (k + 1)) for k in group]
-        worker.session.report(serial, group, results, final=False)
+        answers = [b"ITEM %d" % (k + 1) for k in group]
+        worker.session.report(serial, group, ["ok"] * len(group), answers, final=False)
     net.step(3)
     (done,) = worker.sent(Type.DONE)
     assert len(done) == 3
     assert "stats" not in done.fields
-    worker.session.report(serial, [2], [Result.ok(b"ITEM 3")], final=True)
+    worker.session.report(serial, [2], ["ok"], [b"ITEM 3"], final=True)
     worker.session.serve(True, {"queries_tokens": 32, "hits_tokens": 12})
     net.step(3)
     assert worker.sent(Type.DONE)[-1].fields["stats"]["hits_tokens"] == 12
@@ -368,24 +367,103 @@ def test_empty_final_results_end_a_batch_that_was_reported_in_parts(net):
     producer.submit(1)
     net.until(lambda: worker.session.ready)
     serial, _ = worker.session.start()
-    worker.session.report(serial, [0], [Result.ok(b"ITEM 1")], final=False)
+    worker.session.report(serial, [0], ["ok"], [b"ITEM 1"], final=False)
     net.step(20)
     assert worker.session.running
-    worker.session.report(serial, [], [], final=True)
+    worker.session.report(serial, [], [], [], final=True)
     assert worker.session._held == {}
     net.check(producer, 1)
 
 
 def test_results_over_the_frame_limit_fail_and_the_others_are_cut():
-    big = Result.ok(b"x" * (DONE_BYTES_MAX // 2 + 1))
-    parts = list(cut([(0, big), (1, big), (2, Result.ok(b"y" * 5_000_000))], 4_000_000))
-    assert [[place for place, _ in part] for part in parts] == [[0], [1, 2]]
-    assert parts[1][1][1].status == "failed"
-    assert b"result_too_large" in parts[1][1][1].payload
-    assert [len(part) for part in cut([(k, Result.ok(b"")) for k in range(5_000)], 1_000)] == [
-        4_096,
-        904,
-    ]
+    big = b"x" * (DONE_BYTES_MAX // 2 + 1)
+    first, second = cut(Ended([0, 1, 2], ["ok"] * 3, [big, big, b"y" * 5_000_000]), 4_000_000)
+    assert (first.places, second.places) == ([0], [1, 2])
+    assert second.statuses == ["ok", "failed"]
+    assert b"result_too_large" in second.payloads[1]
+    many = Ended(list(range(5_000)), ["ok"] * 5_000, [b""] * 5_000)
+    assert [len(part) for part in cut(many, 1_000)] == [4_096, 904]
+    assert list(cut(Ended([], [], []), 1_000)) == []
+
+
+def test_results_name_their_own_items_whatever_the_order_in_which_they_come():
+    session = live_session()
+    session.receive(batch_frames(1, payloads=[b"a", b"b", b"c", b"d"]), 1.0)
+    session.receive(encode(Type.REVOKE, {"epoch": 7, "n": 1}, [packed("I", [1])]), 1.0)
+    serial, batch = session.start()
+    assert batch.payloads == (b"a", b"c", b"d")
+    session.outbound.clear()
+    session.report(serial, [2, 0, 1], ["ok", "failed", "ok"], [b"D", b"A", b"CC"], final=True)
+    session.tick(1.1)
+    done = decode(session.outbound[-1], TO_BROKER)
+    assert list(done.columns["entries"]) == [3, 0, 2]
+    assert list(done.columns["statuses"]) == [Status.OK, Status.FAILED, Status.OK]
+    assert (list(done.columns["sizes"]), done.body) == ([1, 1, 2], b"DACC")
+    with pytest.raises(ValueError, match="differ"):
+        session.report(serial, [0, 1], ["ok"], [b"A"], final=True)
+
+
+def test_parts_without_an_acknowledgement_are_sent_again_in_their_order():
+    session = live_session()
+    session.receive(batch_frames(1, lengths=[8, 900, 8, 8]), 1.0)
+    serial, _ = session.start()
+    for index in (2, 0):
+        session.tick(1.1)
+        session.report(serial, [index], ["ok"], [b"%d" % index], final=False)
+    session.give_back(serial, "engine_error", "it broke")
+    session.tick(1.2)
+    for epoch in (8, 9):
+        session.receive(encode(Type.WHO_ARE_YOU), 1.3)
+        session.outbound.clear()
+        session.receive(welcome_frames(epoch=epoch), 1.4)
+        _, done, returned = (decode(frames, TO_BROKER) for frames in session.outbound)
+        assert list(done.columns["entries"]) == [1, 3, 0]
+        assert (returned.kind, returned.fields["kind"]) == (Type.RETURNED, "engine_error")
+        session.outbound.clear()
+        session.tick(1.5)
+        assert not session.outbound
+    session.receive(encode(Type.REVOKE, {"epoch": 7, "n": 1}, [b""]), 1.6)
+    session.receive(encode(Type.DONE_ACK, {"epoch": 7, "n": 1, "duplicates": 0}), 1.7)
+    assert session._held == {}
+
+
+def test_batch_whose_items_all_ended_in_parts_is_not_given_back():
+    session = live_session()
+    session.receive(batch_frames(1, payloads=[b"a", b"b"]), 1.0)
+    serial, _ = session.start()
+    for index in (0, 0, 1):
+        assert not session.settled
+        session.report(serial, [index], ["ok"], [b"A"], final=False)
+    session.give_back(serial, "engine_exit", "killed")
+    session.outbound.clear()
+    session.tick(1.1)
+    kinds = [decode(frames, TO_BROKER).kind for frames in session.outbound]
+    assert Type.DONE in kinds and Type.RETURNED not in kinds
+
+
+def test_batches_start_in_their_order_whatever_became_of_those_before_them():
+    session = live_session()
+    for n in range(1, 6):
+        session.receive(batch_frames(n, payloads=[b"%d" % n]), 1.0)
+    session.receive(encode(Type.REVOKE, {"epoch": 7, "n": 2}, [b""]), 1.0)
+    first, _ = session.start()
+    session.give_back(first, "engine_error", "it broke")
+    ran = []
+    while (begun := session.start()) is not None:
+        serial, batch = begun
+        ran += batch.payloads
+        session.report(serial, [0], ["ok"], [b"x"], final=True)
+    assert ran == [b"3", b"4", b"5"]
+    assert not session.ready and not session.settled
+
+
+def test_a_shape_that_cannot_be_read_costs_the_message_alone():
+    session = live_session()
+    for components in (b"12345", ["x"], None, b"8" * 8 * 65):
+        shapes = [{"components": components, "tokens": []}]
+        with pytest.raises(PeerError):
+            session.receive(batch_frames(1, payloads=[b"a"], shapes=shapes), 1.0)
+    assert session._held == {} and not session.ready
 
 
 # -- words that cross -----------------------------------------------------------------------------
@@ -442,7 +520,7 @@ def test_batch_taken_back_while_it_runs_is_reported_and_not_named(net):
     serial, _ = session.start()
     session.receive(encode(Type.REVOKE, {"epoch": 7, "n": 1}, [b""]), 1.0)
     session.outbound.clear()
-    session.report(serial, [0], [Result.ok(b"A")], final=True)
+    session.report(serial, [0], ["ok"], [b"A"], final=True)
     session.tick(2.0)
     beat, done = (decode(frames, TO_BROKER) for frames in session.outbound)
     assert beat.fields["holding"] == []
@@ -456,7 +534,7 @@ def test_batch_is_named_until_the_last_of_its_results_is_acknowledged():
     session.receive(batch_frames(1, payloads=[b"a", b"b"]), 1.0)
     serial, _ = session.start()
     for index, final in ((0, False), (1, True)):
-        session.report(serial, [index], [Result.ok(b"A")], final=final)
+        session.report(serial, [index], ["ok"], [b"A"], final=final)
         session.tick(1.1)
     ack = encode(Type.DONE_ACK, {"epoch": 7, "n": 1, "duplicates": 0})
     session.receive(ack, 1.2)
@@ -480,7 +558,7 @@ def test_second_welcome_sends_no_result_again():
     session = live_session()
     session.receive(batch_frames(1, payloads=[b"a"]), 1.0)
     serial, _ = session.start()
-    session.report(serial, [0], [Result.ok(b"A")], final=True)
+    session.report(serial, [0], ["ok"], [b"A"], final=True)
     session.tick(1.1)
     session.outbound.clear()
     session.receive(welcome_frames(epoch=8), 1.2)

@@ -39,8 +39,8 @@ from zfabric.publishing import Publishing
 from zfabric.recovery import Recovered, open_backing
 from zfabric.restore import restore
 from zfabric.store import Store
-from zfabric.transport import DEAD_LINE_OPTIONS
-from zfabric.zap import Authenticator, receive
+from zfabric.transport import DEAD_LINE_OPTIONS, frames_of, send
+from zfabric.zap import Authenticator, key_of
 
 # Small, so that a slow peer is noticed; never 0, which means without limit.
 SEND_HWM = 128
@@ -329,14 +329,11 @@ class Broker:
                 continue
             until = started_s + RECEIVE_SLICE_S
             while True:
-                key = None
-                try:
-                    if self.door is None:
-                        routing_id, *frames = socket.recv_multipart(zmq.NOBLOCK)
-                    else:
-                        key, routing_id, frames = receive(socket)
-                except zmq.Again:
+                received = frames_of(socket)
+                if not received:
                     break
+                key = None if self.door is None else key_of(received[0])
+                routing_id, *frames = [frame.bytes for frame in received]
                 now = time.monotonic()
                 messages += 1
                 count += len(frames)
@@ -418,7 +415,7 @@ class Broker:
         """Send, or find the peer gone; False only where its channel is full."""
         endpoint, routing_id = address
         try:
-            self._sockets[endpoint].send_multipart([routing_id, *frames], zmq.NOBLOCK)
+            send(self._sockets[endpoint], [routing_id, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -437,7 +434,7 @@ class Broker:
                 self.dispatcher.refused(offer)
                 continue
             try:
-                self._sockets[WORKERS].send_multipart([peer.routing_id, *offer.frames], zmq.NOBLOCK)
+                send(self._sockets[WORKERS], [peer.routing_id, *offer.frames])
             except zmq.Again:
                 self.dispatcher.refused(offer)
             except zmq.ZMQError as error:

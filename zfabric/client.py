@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import time
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -246,21 +245,13 @@ class Client(Connection):
         with self._lock:
             if self._failure is not None or self._closing:
                 raise self._failure or ConnectError("this client is closed")
-            limit = self.payload_bytes_max
-            for item in items:
-                if len(item.payload) > limit:
-                    whose = "" if item.custom_id is None else f" (custom_id {item.custom_id!r})"
-                    size = len(item.payload)
-                    raise Refused(f"a payload of {size} bytes{whose}; at most {limit} are taken")
+            if max([len(item.payload) for item in items], default=0) > self.payload_bytes_max:
+                raise _too_large(items, self.payload_bytes_max)
             if self._open and len(self._open) + len(items) > self.buffer_items:
                 return None
-            numbers = self._add(items)
+            self._add(items, sink, order)
             if isinstance(sink, Results):
                 sink.total += len(items)
-            if order is not None:
-                order.expect(numbers)
-            for number, item in zip(numbers, items, strict=True):
-                self._open[number] = (sink, item.custom_id, item.shape.model)
             accepted: Future[None] = Future()
             accepted.set_running_or_notify_cancel()
             self._awaiting.append((self._session.next_number - 1, accepted))
@@ -284,25 +275,34 @@ class Client(Connection):
             self._room = deque(waiting for waiting in self._room if waiting[1] is not room)
             self._make_room()
 
-    def _add(self, items: Sequence[Item]) -> Sequence[int]:
-        """Have the session send `items`; the number of each. Raises ValueError for bad numbers."""
-        shapes, lengths = [item.shape for item in items], [item.length for item in items]
+    def _add(self, items: Sequence[Item], sink: Sink, order: Reorder | None) -> None:
+        """Have the session send `items`. Raises ValueError for bad numbers."""
         explicit = [item.number for item in items if item.number is not None]
         if explicit and len(explicit) < len(items):
             raise ValueError("give every item of one call a number, or none")
-        places = range(len(items)) if explicit else sending_order(shapes, lengths)
+        places: Sequence[int] = range(len(items))
+        if not explicit:
+            places = sending_order([item.shape for item in items], [item.length for item in items])
+        sent = [items[place] for place in places]
+        shapes = [item.shape for item in sent]
         numbers = self._session.add(
-            [shapes[k] for k in places],
-            [lengths[k] for k in places],
-            [items[k].payload for k in places],
+            shapes,
+            [item.length for item in sent],
+            [item.payload for item in sent],
             explicit or None,
         )
-        if explicit:
-            return numbers
-        found = array("Q", bytes(8 * len(numbers)))
-        for place, number in zip(places, numbers, strict=True):
-            found[place] = number
-        return found
+        # One for all that have no name: a million more objects would be the collector's to look at.
+        nameless = {model: (sink, None, model) for model in {shape.model for shape in shapes}}
+        entries = [
+            nameless[item.shape.model]
+            if item.custom_id is None
+            else (sink, item.custom_id, item.shape.model)
+            for item in sent
+        ]
+        self._open.update(zip(numbers, entries, strict=True))
+        if order is not None:
+            number_at = dict(zip(places, numbers, strict=True))
+            order.expect(number_at[place] for place in range(len(items)))
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -378,24 +378,21 @@ class Client(Connection):
             self._make_room()
             self._changed.notify_all()
             return
+        together: dict[Results, list[Result]] = {}
         first = news.seq - len(news.arrivals) + 1
-        for k, arrival in enumerate(news.arrivals):
-            sink, custom_id, _ = self._open.pop(arrival.number, (None, None, ""))
-            result = Result(
-                arrival.number,
-                custom_id,
-                status_name(arrival.status),
-                arrival.payload,
-                arrival.retry_of,
-            )
+        for seq, (number, status, payload, retry_of) in enumerate(news.arrivals, first):
+            sink, custom_id, _ = self._open.pop(number, (None, None, ""))
+            result = Result(number, custom_id, status_name(status), payload, retry_of)
             if sink is None:
-                self._unclaimed[first + k] = result
+                self._unclaimed[seq] = result
             elif isinstance(sink, Results):
-                sink.put(result)
+                together.setdefault(sink, []).append(result)
             elif (error := result.error) is not None:
                 sink.set_exception(error)
             else:
                 sink.set_result(result)
+        for each, results in together.items():
+            each.put(*results)
         self._last_seq = max(self._last_seq, news.seq)
         while len(self._unclaimed) > UNCLAIMED_MAX:
             self._unclaimed.popitem(last=False)
@@ -448,3 +445,10 @@ class Client(Connection):
                 if not future.done():
                     future.set_exception(failure)
             self._changed.notify_all()
+
+
+def _too_large(items: Sequence[Item], bytes_max: int) -> Refused:
+    """Which of `items` the broker would not take."""
+    item = next(item for item in items if len(item.payload) > bytes_max)
+    whose = "" if item.custom_id is None else f" (custom_id {item.custom_id!r})"
+    return Refused(f"a payload of {len(item.payload)} bytes{whose}; at most {bytes_max} are taken")

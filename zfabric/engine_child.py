@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from zfabric.engine import Batch, CacheStats, EngineFactory, Result
+from zfabric.engine import Batch, CacheStats, EngineFactory, Status
 from zfabric.engine_host import READ_BYTES, FailureKind, host, run_message, unpacker
 from zfabric.errors import ConfigError, InvariantError
 
@@ -61,7 +61,8 @@ class Results:
 
     batch_id: int
     indices: tuple[int, ...]
-    results: tuple[Result, ...]
+    statuses: tuple[Status, ...]
+    payloads: tuple[bytes, ...]
     final: bool
 
 
@@ -300,8 +301,7 @@ class EngineChild:
         if kind != "results":
             raise ValueError(f"unknown message {kind!r:.100}")
         batch_id, indices, statuses, payloads, final = message[1:6]
-        results = tuple(map(Result, statuses, payloads))
-        event = Results(batch_id, indices, results, final)
+        event = Results(batch_id, tuple(indices), tuple(statuses), tuple(payloads), final)
         if not final:
             return [event]
         self._over(batch_id)

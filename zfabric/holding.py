@@ -13,25 +13,51 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from zfabric.engine import Batch, Result
+from zfabric.engine import Status as StatusWord
 from zfabric.errors import ConfigError, PeerError, ProtocolError
 from zfabric.protocol import Message, Status, Type, encode, packed, split
 from zfabric.shapes import Shape
+from zfabric.spans import spans
 
 # One DONE: the broker's limit is per frame, and a column of 4,096 references is 32 KiB.
 DONE_ITEMS_MAX = 4_096
 DONE_BYTES_MAX = 1024 * 1024
+# Most batches have the shapes of one shortly before; a fifo batch may have 65,536 of them.
+SHAPES_KEPT = 1_024
 
 READY, RUNNING, FINISHED, RETURNED = "ready", "running", "finished", "returned"
 
 _STATUS_CODES = {"ok": Status.OK, "too_long": Status.TOO_LONG, "failed": Status.FAILED}
 
-# (place in the broker's batch, result)
-Placed = tuple[int, Result]
+
+@dataclass(slots=True)
+class Ended:
+    """How items ended, as columns: their places in the broker's batch, status words, payloads."""
+
+    places: list[int]
+    statuses: list[StatusWord]
+    payloads: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def part(self, start: int, stop: int) -> Ended:
+        """A copy of the columns from `start` to `stop`."""
+        return Ended(self.places[start:stop], self.statuses[start:stop], self.payloads[start:stop])
+
+    def extend(
+        self, places: Sequence[int], statuses: Sequence[StatusWord], payloads: Sequence[bytes]
+    ) -> None:
+        """These ended too."""
+        self.places += places
+        self.statuses += statuses
+        self.payloads += payloads
 
 
 @dataclass(slots=True)
@@ -49,20 +75,19 @@ class Held:
     entries: array[int]
     batch: Batch
     places: list[int]
-    # places that have no result yet
-    open: set[int]
     # results that are in no DONE on its way
-    fresh: list[Placed]
+    fresh: Ended
+    # places that have a result while others have none yet
+    answered: set[int]
     phase: str = READY
     started: bool = False
     # the broker has taken it back while it ran: its results go out all the same
     revoked: bool = False
     # DONE messages sent on this connection and not acknowledged
     unacked: int = 0
-    # of a returned batch: why, and whether this connection was told
+    # of a returned batch: why
     kind: str = ""
     text: str = ""
-    told: bool = False
 
     @property
     def id_fields(self) -> dict[str, Any]:
@@ -85,19 +110,21 @@ class Held:
         fields = {**self.id_fields, "kind": self.kind, "text": self.text}
         return encode(Type.RETURNED, fields, [b""])
 
-    def done_frames(
-        self, results: Sequence[Placed], stats: Mapping[str, Any] | None
-    ) -> list[bytes]:
+    def done_frames(self, ended: Ended, stats: Mapping[str, Any] | None) -> list[bytes]:
         """DONE for these results."""
         fields = self.id_fields if stats is None else {**self.id_fields, "stats": stats}
+        nonces: Iterable[int] = self.nonces
+        entries: Iterable[int] = self.entries
+        if ended.places != list(range(len(self.nonces))):
+            nonces = [self.nonces[place] for place in ended.places]
+            entries = [self.entries[place] for place in ended.places]
         columns = [
-            packed("Q", [self.nonces[place] for place, _ in results]),
-            packed("I", [self.entries[place] for place, _ in results]),
-            packed("B", [_STATUS_CODES[result.status] for _, result in results]),
-            packed("I", [len(result.payload) for _, result in results]),
+            packed("Q", nonces),
+            packed("I", entries),
+            bytes([_STATUS_CODES[status] for status in ended.statuses]),
+            packed("I", list(map(len, ended.payloads))),
         ]
-        body = b"".join([result.payload for _, result in results])
-        return encode(Type.DONE, fields, columns, body)
+        return encode(Type.DONE, fields, columns, b"".join(ended.payloads))
 
     def drop_items(self, places: set[int]) -> None:
         """These items of a ready batch are not to be run."""
@@ -112,7 +139,6 @@ class Held:
             tuple(old.shape_index[k] for k in stay),
         )
         self.places = [self.places[k] for k in stay]
-        self.open.intersection_update(self.places)
 
 
 def take(message: Message, serial: int, boot: int, input_tokens_max: int) -> Held:
@@ -122,22 +148,26 @@ def take(message: Message, serial: int, boot: int, input_tokens_max: int) -> Hel
     where the message contradicts itself.
     """
     fields, columns = message.fields, message.columns
-    lengths = columns["lengths"]
-    index = columns["shape_index"] or array("I", bytes(4 * len(lengths)))
+    lengths: Sequence[int] = columns["lengths"]
+    index: Sequence[int] = columns["shape_index"] or bytes(len(lengths))
     payloads = split(message.body, columns["sizes"])
-    fits = [k for k, length in enumerate(lengths) if length <= input_tokens_max]
+    fits, over = list(range(len(lengths))), []
+    if max(lengths, default=0) > input_tokens_max:
+        over = [k for k in fits if lengths[k] > input_tokens_max]
+        fits = [k for k in fits if lengths[k] <= input_tokens_max]
+        lengths, index = [lengths[k] for k in fits], [index[k] for k in fits]
+        payloads = [payloads[k] for k in fits]
     try:
         batch = Batch(
             fields["model"],
             fields.get("pad_to"),
-            tuple(lengths[k] for k in fits),
-            tuple(payloads[k] for k in fits),
+            tuple(lengths),
+            tuple(payloads),
             _shapes(fields["model"], fields["shapes"]),
-            tuple(index[k] for k in fits),
+            tuple(index),
         )
     except (ProtocolError, ConfigError) as error:
         raise PeerError("malformed", f"a batch cannot be used: {error}") from None
-    over = [k for k, length in enumerate(lengths) if length > input_tokens_max]
     return Held(
         serial,
         boot,
@@ -146,40 +176,36 @@ def take(message: Message, serial: int, boot: int, input_tokens_max: int) -> Hel
         columns["entries"],
         batch,
         fits,
-        set(fits),
-        [(place, Result.too_long()) for place in over],
+        Ended(over, ["too_long"] * len(over), [b""] * len(over)),
+        set(),
     )
 
 
 def _shapes(model: str, told: Any) -> tuple[Shape, ...]:
-    shapes = []
     try:
-        for entry in told:
-            words = entry["components"]
-            components = struct.unpack(f"<{len(words) // 8}Q", words)
-            shapes.append(Shape(model, components, tuple(entry["tokens"])))
+        return tuple([_shape(model, each["components"], tuple(each["tokens"])) for each in told])
     except (TypeError, KeyError, struct.error) as error:
         raise PeerError("malformed", f"shapes of a batch cannot be read: {error!r}") from None
-    return tuple(shapes)
 
 
-def cut(results: Sequence[Placed], frame_bytes_max: int) -> Iterator[list[Placed]]:
-    """`results` in parts that one DONE each can carry; at least one part unless there are none.
+@lru_cache(SHAPES_KEPT)
+def _shape(model: str, words: bytes, tokens: tuple[int | None, ...]) -> Shape:
+    return Shape(model, struct.unpack(f"<{len(words) // 8}Q", words), tokens)
+
+
+def cut(ended: Ended, frame_bytes_max: int) -> Iterator[Ended]:
+    """`ended` in parts that one DONE each can carry; at least one part unless there are none.
 
     A payload over `frame_bytes_max` would cost the connection, again and again: such a result is
-    replaced by a failure that says so.
+    replaced, in `ended` too, by a failure that says so.
     """
-    bytes_max = min(DONE_BYTES_MAX, frame_bytes_max)
-    part: list[Placed] = []
-    size = 0
-    for place, result in results:
-        if len(result.payload) > frame_bytes_max:
-            text = f"a result of {len(result.payload)} bytes; at most {frame_bytes_max} are taken"
-            result = Result.failed("result_too_large", text)
-        if part and (size + len(result.payload) > bytes_max or len(part) >= DONE_ITEMS_MAX):
-            yield part
-            part, size = [], 0
-        part.append((place, result))
-        size += len(result.payload)
-    if part:
-        yield part
+    sizes = list(map(len, ended.payloads))
+    if max(sizes, default=0) > frame_bytes_max:
+        for k, size in enumerate(sizes):
+            if size > frame_bytes_max:
+                text = f"a result of {size} bytes; at most {frame_bytes_max} are taken"
+                failed = Result.failed("result_too_large", text)
+                ended.statuses[k], ended.payloads[k] = failed.status, failed.payload
+                sizes[k] = len(failed.payload)
+    for start, stop in spans(sizes, DONE_ITEMS_MAX, min(DONE_BYTES_MAX, frame_bytes_max)):
+        yield ended.part(start, stop)

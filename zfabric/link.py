@@ -18,7 +18,7 @@ import zmq
 from zfabric.errors import PeerError
 from zfabric.keys import ClientKey
 from zfabric.session import News, Session
-from zfabric.transport import Handshakes, Trouble, connect_watched
+from zfabric.transport import Handshakes, Trouble, connect_watched, receive, send_out
 
 # A thread that was this much later than it meant to be was stopped; the broker is not to blame.
 LATE_S = 1.0
@@ -70,6 +70,9 @@ class Link:
 
     def wake(self) -> None:
         """There is something to send. Never blocks, and does no harm after the end."""
+        if threading.get_ident() == self._thread.ident:
+            # In the middle of a turn, which ends with sending.
+            return
         # A full pipe or a closed one means that the thread has enough reasons to look.
         with contextlib.suppress(OSError):
             self._wake_w.send(b"\0")
@@ -105,7 +108,7 @@ class Link:
                         self._session.open(time.monotonic())
             with self._lock:
                 self._session.leave()
-                self._send(socket)
+                send_out(socket, self._session.outbound)
         finally:
             handshakes.close()
             socket.close(FAREWELL_MS)
@@ -147,14 +150,13 @@ class Link:
             news = self._session.tick(now)
             self._on_news(news)
             if not news.reconnect:
-                self._send(socket)
+                send_out(socket, self._session.outbound)
             return news.reconnect
 
     def _receive(self, socket: zmq.Socket[bytes], now: float) -> None:
         for _ in range(RECEIVE_MESSAGES_MAX):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = receive(socket)
+            if frames is None:
                 return
             try:
                 news = self._session.receive(frames, now)
@@ -163,12 +165,3 @@ class Link:
                 if error.code != "version_mismatch":
                     continue
             self._on_news(news)
-
-    def _send(self, socket: zmq.Socket[bytes]) -> None:
-        outbound = self._session.outbound
-        while outbound:
-            try:
-                socket.send_multipart(outbound[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            outbound.popleft()

@@ -17,6 +17,7 @@ from itertools import chain
 
 from zfabric.protocol import FRAME_SLACK_BYTES
 from zfabric.shapes import Shape
+from zfabric.spans import spans
 
 # A message carries this many items or bytes at most; larger ones gain nothing on the wire. Eight
 # bytes an item in the widest column stay far below FRAME_SLACK_BYTES, which every frame may have.
@@ -38,7 +39,7 @@ class Outgoing:
     numbers: array[int]
     lengths: array[int]
     sizes: array[int]
-    # the distinct shapes, and which of them each item has
+    # the shapes, and which of them each item has
     shapes: list[Shape]
     shape_index: array[int]
     body: bytes
@@ -76,18 +77,6 @@ def sending_order(shapes: Sequence[Shape], lengths: Sequence[int]) -> list[int]:
     for places in of.values():
         places.sort(key=lengths.__getitem__, reverse=True)
     return list(chain.from_iterable(of.values()))
-
-
-def spans(sizes: Sequence[int], bytes_max: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each message's items; a larger item goes alone."""
-    start = total = 0
-    for k, size in enumerate(sizes):
-        if k > start and (k - start >= MESSAGE_ITEMS or total + size > bytes_max):
-            yield start, k
-            start, total = k, 0
-        total += size
-    if len(sizes) > start:
-        yield start, len(sizes)
 
 
 class Backlog:
@@ -128,15 +117,17 @@ class Backlog:
         numbers: Sequence[int],
     ) -> None:
         """Add items whose numbers ascend beyond those that are here."""
-        for start, stop in spans([len(p) for p in payloads], self._bytes_max):
-            places: dict[Shape, int] = {}
-            index = [places.setdefault(shape, len(places)) for shape in shapes[start:stop]]
+        sizes = array("I", list(map(len, payloads)))
+        for start, stop in spans(sizes, MESSAGE_ITEMS, self._bytes_max):
+            # By identity, since equal ones do no harm, and to compare shapes is dear.
+            known = {id(shape): shape for shape in shapes[start:stop]}
+            places = dict(zip(known, range(len(known)), strict=True))
             message = Outgoing(
                 array("Q", numbers[start:stop]),
                 array("I", lengths[start:stop]),
-                array("I", map(len, payloads[start:stop])),
-                list(places),
-                array("I", index),
+                sizes[start:stop],
+                list(known.values()),
+                array("I", [places[id(shape)] for shape in shapes[start:stop]]),
                 b"".join(payloads[start:stop]),
                 self.last_number,
             )
@@ -216,5 +207,5 @@ class Backlog:
                 start = k + 1
         runs.append((start, len(sizes)))
         for first, end in runs:
-            for low, high in spans(sizes[first:end], self._bytes_max):
+            for low, high in spans(sizes[first:end], MESSAGE_ITEMS, self._bytes_max):
                 yield message.part(first + low, first + high, 0)

@@ -22,6 +22,8 @@ from zfabric.shapes import TOKENS_MAX, Shape
 WINDOW_ITEMS, WINDOW_BYTES, WINDOW_S = 8_192, 16 * 1024 * 1024, 0.025
 CHUNK_S, FAST_ITEMS_PER_S = 0.002, 50_000
 
+_STATUS_NAMES = {int(status): status.name.lower() for status in Status}
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -84,10 +86,7 @@ class Result:
 
 def status_name(code: int) -> str:
     """The word for a status byte."""
-    try:
-        return Status(code).name.lower()
-    except ValueError:
-        return f"status_{code}"
+    return _STATUS_NAMES.get(code) or f"status_{code}"
 
 
 class Results:
@@ -108,11 +107,11 @@ class Results:
     def __len__(self) -> int:
         return self.total
 
-    def put(self, result: Result) -> None:
-        """The client has a result."""
+    def put(self, *results: Result) -> None:
+        """The client has these results."""
         with self._changed:
-            self._ready.append(result)
-            self.done += 1
+            self._ready.extend(results)
+            self.done += len(results)
             self._changed.notify_all()
         if self.on_change is not None:
             self.on_change()

@@ -18,8 +18,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, repeat
+from typing import Any, NamedTuple
 
 from zfabric.access import REFUSAL_CODES
 from zfabric.outbox import error_payload
@@ -60,8 +60,7 @@ ROOM_CODES = frozenset({"busy", "outbox_full"})
 FATAL_CODES = REFUSAL_CODES | {"version_mismatch", "wrong_endpoint", "malformed", "bad_contract"}
 
 
-@dataclass(slots=True, frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One result as it came: which number, how it ended, and what it is a retry of."""
 
     number: int
@@ -146,24 +145,22 @@ class Session:
         lengths: Sequence[int],
         payloads: Sequence[bytes],
         numbers: Sequence[int] | None = None,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Queue items; returns their numbers. `numbers` ascend beyond every earlier one, or None.
 
         Raises ValueError for numbers that do not ascend.
         """
+        ascend = True
         if numbers is None:
             numbers = range(self.next_number, self.next_number + len(payloads))
-        chosen = list(numbers)
-        if chosen and (
-            chosen[0] < self.next_number
-            or chosen[-1] > NUMBER_MAX
-            or any(b <= a for a, b in pairwise(chosen))
-        ):
+        else:
+            ascend = all(a < b for a, b in pairwise([self.next_number - 1, *numbers]))
+        if not ascend or (numbers and numbers[-1] > NUMBER_MAX):
             raise ValueError(f"numbers must ascend from {self.next_number}")
-        if chosen:
-            self._backlog.add(shapes, lengths, payloads, chosen)
-            self.next_number = chosen[-1] + 1
-        return chosen
+        if numbers:
+            self._backlog.add(shapes, lengths, payloads, numbers)
+            self.next_number = numbers[-1] + 1
+        return numbers
 
     def request(self, op: str, args: dict[str, Any] | None = None) -> int:
         """Ask something of the broker; its reply comes with the number returned here."""
@@ -358,13 +355,12 @@ class Session:
         news: News,
     ) -> None:
         first = fields["seq"]
-        numbers, statuses = columns["numbers"], columns["statuses"]
-        retries = fields.get("retry_of", {})
         fresh = max(0, self._seen_seq + 1 - first)
-        for k in range(fresh, len(numbers)):
-            number = numbers[k]
-            retry_of = retries.get(str(number)) if retries else None
-            news.arrivals.append(Arrival(number, statuses[k], payloads[k], retry_of))
+        numbers, statuses = columns["numbers"], columns["statuses"]
+        retries = fields.get("retry_of")
+        retry_of = [retries.get(str(number)) for number in numbers] if retries else repeat(None)
+        arrivals = list(map(Arrival, numbers, statuses, payloads, retry_of))
+        news.arrivals += arrivals[fresh:]
         news.seq = first + len(numbers) - 1
         self._seen_seq = max(self._seen_seq, news.seq)
 

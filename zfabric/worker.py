@@ -48,7 +48,7 @@ from zfabric.refusals import for_good, so_far
 from zfabric.session import News as PortNews
 from zfabric.session import Session
 from zfabric.shapes import Contract, check_name
-from zfabric.transport import Handshakes, Trouble, connect_watched
+from zfabric.transport import Handshakes, Trouble, connect_watched, receive, send_out
 from zfabric.worker_session import LIVE, News, WorkerSession
 from zfabric.worklog import say
 
@@ -322,9 +322,8 @@ class Worker:
         for _ in range(MESSAGES_PER_TURN):
             if self._link is None:
                 return
-            try:
-                frames = self._link.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = receive(self._link)
+            if frames is None:
                 return
             try:
                 if self._asking is not None:
@@ -397,13 +396,8 @@ class Worker:
             self._on_news(self._session.tick(now), now)
 
     def _flush(self) -> None:
-        outbound = (self._asking or self._session).outbound
-        while outbound and self._link is not None:
-            try:
-                self._link.send_multipart(outbound[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            outbound.popleft()
+        if self._link is not None:
+            send_out(self._link, (self._asking or self._session).outbound)
 
     # -- the engine -----------------------------------------------------------------------------
 
@@ -427,9 +421,8 @@ class Worker:
     def _hear_engine(self, now: float) -> None:
         for event in self._child.receive():
             if isinstance(event, Results):
-                self._session.report(
-                    event.batch_id, event.indices, event.results, final=event.final
-                )
+                columns = event.indices, event.statuses, event.payloads
+                self._session.report(event.batch_id, *columns, final=event.final)
                 if event.final:
                     self._restarts.reset()
                     self._pauses.reset()

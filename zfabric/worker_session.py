@@ -16,13 +16,13 @@ monotonic clock, lengths tokens, sizes bytes. Nothing is ever started that was t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zfabric.access import PASSING_CODES, REFUSAL_CODES
-from zfabric.engine import Batch, Result
-from zfabric.holding import FINISHED, READY, RETURNED, RUNNING, Held, Placed, cut, take
+from zfabric.engine import Batch, Status
+from zfabric.holding import FINISHED, READY, RETURNED, RUNNING, Ended, Held, cut, take
 from zfabric.protocol import (
     FRAME_SLACK_BYTES,
     FROM_BROKER,
@@ -71,7 +71,7 @@ class Done:
     """Results of one batch on their way: sent on this connection, not acknowledged."""
 
     held: Held
-    results: list[Placed]
+    ended: Ended
 
 
 class WorkerSession:
@@ -106,6 +106,9 @@ class WorkerSession:
         self._input_tokens_max = contract.input_tokens_max
         # As long as the process.
         self._held: dict[int, Held] = {}
+        # those of them that wait to be started, and those of which the broker may have to hear
+        self._ready: dict[int, Held] = {}
+        self._unsaid: dict[int, Held] = {}
         self._next_serial = 1
         self._serving = False
         self._stats: dict[str, Any] = {}
@@ -118,6 +121,8 @@ class WorkerSession:
         self._dones: deque[Done] = deque()
         self._received = 0
         self._window_told = 0
+        self._heartbeat_s = HEARTBEAT_DEFAULT_S
+        self._silent_s = SILENT_S
         self._heard_s = 0.0
         self._greet_at = 0.0
         self._next_beat_s = 0.0
@@ -142,7 +147,7 @@ class WorkerSession:
     @property
     def ready(self) -> bool:
         """Whether `start` would give a batch."""
-        return self.state == LIVE and any(h.phase == READY for h in self._held.values())
+        return self.state == LIVE and bool(self._ready)
 
     def serve(self, serving: bool, stats: Mapping[str, Any]) -> None:
         """Whether the engine can take batches, and what to tell of it; `tick` says so."""
@@ -154,31 +159,39 @@ class WorkerSession:
 
         Only while live: what is not started belongs to the broker again when a link breaks.
         """
-        if self.state != LIVE:
+        if not self.ready:
             return None
-        held = next((h for h in self._held.values() if h.phase == READY), None)
-        if held is None:
-            return None
+        held = self._ready.pop(next(iter(self._ready)))
         held.phase, held.started = RUNNING, True
         self.outbound.append(held.started_frames())
         return held.serial, held.batch
 
     def report(
-        self, serial: int, indices: Iterable[int], results: Iterable[Result], *, final: bool
+        self,
+        serial: int,
+        indices: Sequence[int],
+        statuses: Sequence[Status],
+        payloads: Sequence[bytes],
+        *,
+        final: bool,
     ) -> None:
         """Results of a running batch, by index in what `start` gave; `tick` sends them together.
 
-        `final`: the engine is done with the batch.
+        `final`: the engine is done with the batch. Raises ValueError where the columns differ in
+        length.
         """
+        if not len(indices) == len(statuses) == len(payloads):
+            raise ValueError("a report's columns differ in length")
         held = self._held.get(serial)
         if held is None or held.phase != RUNNING:
             return
-        for index, result in zip(indices, results, strict=True):
-            place = held.places[index]
-            held.open.discard(place)
-            held.fresh.append((place, result))
+        places = [held.places[k] for k in indices]
+        held.fresh.extend(places, statuses, payloads)
+        self._unsaid[serial] = held
         if final:
             self._end(held)
+        else:
+            held.answered.update(places)
 
     def give_back(self, serial: int, kind: str, text: str) -> None:
         """Items of this batch without a result go back to the broker; `kind` says who is to blame.
@@ -188,15 +201,17 @@ class WorkerSession:
         held = self._held.get(serial)
         if held is None or held.phase not in (READY, RUNNING):
             return
-        if not held.open or not self._is_named(held):
+        if len(held.answered) == len(held.places) or not self._is_named(held):
             self._end(held)
             return
+        self._ready.pop(serial, None)
         held.phase, held.kind, held.text = RETURNED, kind, text[:TEXT_CHARS_MAX]
+        self._unsaid[serial] = held
 
     def give_back_ready(self, kind: str, text: str) -> None:
         """Give back every batch that was not started."""
-        for held in [h for h in self._held.values() if h.phase == READY]:
-            self.give_back(held.serial, kind, text)
+        for serial in list(self._ready):
+            self.give_back(serial, kind, text)
 
     def drain(self) -> None:
         """Take nothing more and give back what was not started."""
@@ -272,14 +287,6 @@ class WorkerSession:
         told = self.welcome.get(name)
         return float(told) if isinstance(told, int | float) and told >= 0.01 else default_s
 
-    @property
-    def _heartbeat_s(self) -> float:
-        return self._told_s("heartbeat_s", HEARTBEAT_DEFAULT_S)
-
-    @property
-    def _silent_s(self) -> float:
-        return max(SILENT_S, SILENT_HEARTBEATS * self._heartbeat_s)
-
     # -- messages in --------------------------------------------------------------------------
 
     def receive(self, frames: Sequence[Frame], now: float) -> News:
@@ -312,6 +319,8 @@ class WorkerSession:
         news.restarted = self.boot is not None and self.boot != fields["boot"]
         self.boot = fields["boot"]
         self.welcome = fields
+        self._heartbeat_s = self._told_s("heartbeat_s", HEARTBEAT_DEFAULT_S)
+        self._silent_s = max(SILENT_S, SILENT_HEARTBEATS * self._heartbeat_s)
         self._received = 0
         for held in list(self._held.values()):
             if held.boot != self.boot and held.phase in (READY, RETURNED):
@@ -328,10 +337,11 @@ class WorkerSession:
         """Nothing that was said on an earlier connection counts as heard."""
         while self._dones:
             done = self._dones.pop()
-            done.held.fresh[:0] = done.results
+            later = done.held.fresh
+            done.ended.extend(later.places, later.statuses, later.payloads)
+            done.held.fresh = done.ended
             done.held.unacked = 0
-        for held in self._held.values():
-            held.told = False
+        self._unsaid.update(self._held)
 
     def _on_error(self, code: str, text: str, news: News, now: float) -> None:
         news.errors.append((code, text))
@@ -351,7 +361,7 @@ class WorkerSession:
         held = take(message, self._next_serial, self.boot, self._input_tokens_max)
         self._next_serial += 1
         self._received = max(self._received, n)
-        self._held[held.serial] = held
+        self._held[held.serial] = self._ready[held.serial] = self._unsaid[held.serial] = held
         if not held.places:
             self._end(held)
         elif self.leaving:
@@ -406,20 +416,19 @@ class WorkerSession:
 
     def _pump(self) -> None:
         """Send results, then what is given back of the same batches."""
-        if self.state != LIVE:
+        if self.state != LIVE or not self._unsaid:
             return
-        for held in list(self._held.values()):
+        for held in self._unsaid.values():
             if held.fresh:
                 self._send_results(held)
-        for held in self._held.values():
-            if held.phase == RETURNED and not held.told:
-                held.told = True
+            if held.phase == RETURNED:
                 self.outbound.append(held.returned_frames())
+        self._unsaid.clear()
 
     def _send_results(self, held: Held) -> None:
         told = self.welcome.get("payload_bytes_max", PAYLOAD_DEFAULT_BYTES)
         parts = list(cut(held.fresh, told + FRAME_SLACK_BYTES))
-        held.fresh = []
+        held.fresh = Ended([], [], [])
         for k, part in enumerate(parts, 1):
             last = held.phase == FINISHED and k == len(parts)
             self.outbound.append(held.done_frames(part, self._stats if last else None))
@@ -430,6 +439,7 @@ class WorkerSession:
 
     def _end(self, held: Held) -> None:
         """Nothing more comes of this batch; it is kept while results of it are unacknowledged."""
+        self._ready.pop(held.serial, None)
         held.phase = FINISHED
         self._retire(held)
 

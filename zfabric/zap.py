@@ -190,15 +190,10 @@ def _failures(monitor: Socket) -> Counter[str]:
     return failed
 
 
-def receive(socket: Socket) -> tuple[str | None, bytes, list[bytes]]:
-    """(public half of the sender's key, routing id, frames). Raises zmq.Again as NOBLOCK does."""
-    first = socket.recv(zmq.NOBLOCK, copy=False)
-    frames: list[bytes] = []
-    while socket.getsockopt(zmq.RCVMORE):
-        frames.append(socket.recv(zmq.NOBLOCK))
+def key_of(frame: zmq.Frame) -> str | None:
+    """Public half of the key of the connection that a message's first frame came by."""
     try:
-        public = first.get("User-Id")
+        return str(frame.get("User-Id")) or None
     except zmq.ZMQError:
         # No authenticator has seen this connection: nobody is to be believed.
-        public = None
-    return (str(public) or None) if public is not None else None, first.bytes, frames
+        return None

@@ -7,6 +7,7 @@ of each payload and answers with a digest of 8 bytes. Times are seconds, sizes b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,11 +26,10 @@ import zmq
 
 from zfabric.bench.lengths import trace
 from zfabric.client import Client
-from zfabric.engine import Result
 from zfabric.results import Item, Results, window_items
 from zfabric.session import Arrival
 from zfabric.shapes import Contract, Shape
-from zfabric.transport import connect_dealer
+from zfabric.transport import connect_dealer, receive, send_out
 from zfabric.worker_session import WorkerSession
 
 MODEL = "bench"
@@ -40,6 +40,8 @@ READY_ITEMS = 262_144
 WINDOW = 8
 # A worker that is told to end hands in what it has, and waits so long for the broker to have it.
 LEAVE_S = 3.0
+# Waits of a loop that looks whether it is to end.
+LOOK_S = 0.1
 
 
 class Latencies:
@@ -76,7 +78,7 @@ def produce(
     address: str, size: int, shapes: int, open_items: int, lengths: str | None, column: str
 ) -> None:
     """Keep `open_items` open until SIGTERM; then print the latencies since SIGUSR1 as JSON."""
-    ending, room, times = threading.Event(), threading.Semaphore(0), Latencies()
+    ending, times = threading.Event(), Latencies()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
     signal.signal(signal.SIGUSR1, lambda *_: times.begin())
 
@@ -84,20 +86,23 @@ def produce(
         if seq:
             times.ended(arrivals)
             client.acknowledge(seq)
-            room.release()
 
     client = Client(address, name="load", buffer_items=open_items, on_results=on_results)
     payload, drawn = os.urandom(size), cycle(trace(Path(lengths) if lengths else None, column))
     of = [Shape.of(MODEL, str(k)) for k in range(shapes)]
     ready = [Item(of[k % shapes], payload, next(drawn)) for k in range(READY_ITEMS)]
-    step = window_items(open_items)
+    # As many windows as all that may be open: a rest that is smaller would never go.
+    step = open_items // -(-open_items // window_items(open_items))
     windows = [ready[start : start + step] for start in range(0, READY_ITEMS, step)]
     number = client.accepted_upto
     with client.stream():
         for window in cycle(windows):
             times.submitted(number + len(window))
             while (accepted := client.enqueue(window, Results())) is None and not ending.is_set():
-                room.acquire(timeout=0.1)
+                room = client.room(len(window))
+                with contextlib.suppress(TimeoutError):
+                    room.result(LOOK_S)
+                client.leave(room)
                 times.submitted(number + len(window))
             if accepted is None or ending.is_set():
                 break
@@ -118,40 +123,30 @@ def work(address: str, name: str, items_max: int, tokens_max: int) -> None:
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = connect_dealer(context, address)
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
     session.open(time.monotonic())
     session.serve(True, {})
     leave_by = math.inf
-    while not (session.settled and ending.is_set()) and time.monotonic() < leave_by:
+    while not (ending.is_set() and session.settled) and time.monotonic() < leave_by:
         if ending.is_set() and not session.leaving:
             session.drain()
             leave_by = time.monotonic() + LEAVE_S
-        _send(session, socket)
-        socket.poll(100)
+        send_out(socket, session.outbound)
+        poller.poll(int(LOOK_S * 1000))
         now = time.monotonic()
-        while (frames := _received(socket)) is not None:
+        while (frames := receive(socket)) is not None:
             session.receive(frames, now)
         session.tick(now)
         while (begun := session.start()) is not None:
             serial, batch = begun
-            results = [Result("ok", xxhash.xxh3_64_digest(p)) for p in batch.payloads]
-            session.report(serial, range(len(results)), results, final=True)
+            answers = [xxhash.xxh3_64_digest(payload) for payload in batch.payloads]
+            session.report(serial, range(len(batch)), ["ok"] * len(batch), answers, final=True)
             session.tick(now)
     session.leave("the benchmark is over")
-    _send(session, socket)
+    send_out(socket, session.outbound)
     socket.close(500)
     context.term()
-
-
-def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-        return None
-
-
-def _send(session: WorkerSession, socket: zmq.Socket[bytes]) -> None:
-    while session.outbound:
-        socket.send_multipart(session.outbound.popleft())
 
 
 ROLES: dict[str, Callable[..., None]] = {"produce": produce, "work": work}
