@@ -169,14 +169,15 @@ def test_slice_ends_with_the_first_offer_that_is_past_it(monkeypatch: pytest.Mon
     bench.settle()
     sent_s: list[float] = []
 
-    def send(frames: list[bytes], flags: int) -> None:
+    def send(socket: object, frames: list[bytes]) -> None:
         bench.now += 0.007
         sent_s.append(bench.now)
 
     broker = Broker(bench.config)
     broker.close()
     broker.dispatcher = bench.dispatcher
-    broker._sockets["workers"] = SimpleNamespace(send_multipart=send)  # type: ignore[assignment]
+    broker._sockets["workers"] = SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setattr("zfabric.broker.send", send)
     monkeypatch.setattr("zfabric.broker.time", SimpleNamespace(monotonic=lambda: bench.now))
     slices = []
     while sum(slices) < 50:
