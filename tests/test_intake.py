@@ -97,6 +97,20 @@ def test_bytes_bound_what_the_broker_holds() -> None:
     assert snapshot.held_bytes(bench.fabric) == 900
 
 
+def test_limit_that_is_met_hides_none_that_is_tighter() -> None:
+    bench = Bench(max_items=6, producer_items_max=5, max_bytes=1_000, payload_bytes_max=1_000)
+    first, second = bench.producer("first"), bench.producer("second", instance=2)
+    # Of its own it may have five; two of these fill the broker's memory.
+    first.submit([10] * 9, payload=b"x" * 400)
+    second.submit([10] * 9, payload=b"")
+    bench.settle()
+    assert refusals(first) == [(3, "busy")]
+    # And here the broker has four places left.
+    assert refusals(second) == [(5, "busy")]
+    assert bench.fabric.store.items == 6
+    assert snapshot.held_bytes(bench.fabric) == 800
+
+
 def test_producer_that_reads_no_results_is_capped_and_others_are_not() -> None:
     bench = Bench(producer_items_max=4)
     slow, other = bench.producer("slow"), bench.producer("other", instance=2)
