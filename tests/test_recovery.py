@@ -486,3 +486,21 @@ def test_damaged_head_of_a_lane_does_not_stop_the_broker(tmp_path: Path) -> None
     again(bench, producer)
     run_all(bench, bench.worker())
     assert producer.results == {1: [Status.QUARANTINED], 2: [Status.OK], 3: [Status.OK]}
+
+
+@pytest.mark.parametrize("packing", ["tight", "strict", "group"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_lanes_hold_is_served_when_a_start_has_none(
+    tmp_path: Path, packing: str, *, ragged: bool
+) -> None:
+    bench = DiskBench(tmp_path, packing=packing)
+    producer = bench.producer()
+    producer.submit([10, 300, 700, 1_000])
+    bench.settle()
+    bench.config = BrokerConfig(memory=True, policy="shape", packing=packing)
+    bench.crash()
+    again(bench, producer)
+    producer.submit([20, 500])
+    run_all(bench, bench.worker(batch=2, ragged=ragged))
+    assert producer.results == {n: [Status.OK] for n in range(1, 7)}
+    bench.check()
