@@ -14,6 +14,7 @@ from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
 from zfabric.pins import Hole
 from zfabric.protocol import Status, Type
+from zfabric.segment import CAPACITY, HEADER_BYTES, STATE_BYTES
 from zfabric.shapes import Shape
 
 
@@ -51,9 +52,20 @@ class NoInodes(SmallDisk):
         return super().open(path, create=create)
 
 
+class NoNewPages(NoInodes):
+    """A disk that is full to the last block: a state word finds room only in a page that is there."""
+
+    takes_pages = True
+
+    def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        if not self.takes_pages and HEADER_BYTES <= offset < HEADER_BYTES + STATE_BYTES * CAPACITY:
+            raise NoSpace(f"{path}: No space left on device")
+        return super().write(path, descriptor, pieces, offset)
+
+
 class FullBench(DiskBench):
     def __init__(self, root: Path, size: int, *, min_free: int, **config: object) -> None:
-        self.disk = NoInodes(root, size)
+        self.disk = NoNewPages(root, size)
         self.min_free = min_free
         super().__init__(root, **config)  # type: ignore[arg-type]
 
@@ -302,4 +314,35 @@ def test_cancel_leaves_what_is_submitted_after_it(tmp_path: Path) -> None:
     bench.tick(0.3)
     run_all(bench, bench.worker())
     assert producer.results == {1: [Status.CANCELLED], 2: [Status.CANCELLED], 3: [Status.OK]}
+    bench.check()
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "lease"])
+def test_charge_that_finds_no_room_is_written_when_there_is_some(tmp_path: Path, kind: str) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=3)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100] * 3)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    bench.disk.takes_pages = False
+    if kind == "lease":
+        worker.cut()
+        bench.tick(6.0)
+        bench.tick(6.0)
+    else:
+        worker.give_back(key, kind)
+        bench.settle()
+    bench.tick(1.0)
+    bench.check()
+    assert set(bench.fabric.store.attempts.values()) == {1}
+    bench.disk.takes_pages = True
+    producer.submit([100], Shape.of("m", "b"))
+    bench.settle()
+    bench.crash()
+    assert list(bench.fabric.store.attempts.values()) == [1, 1, 1]
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {n: [Status.OK] for n in range(1, 5)}
     bench.check()

@@ -18,6 +18,7 @@ be on the device then, the number stays. Only this module orders writes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import time
@@ -42,7 +43,7 @@ from zfabric.outbox import Stored
 from zfabric.pins import Hole, Pins
 from zfabric.protocol import NUMBER_MAX
 from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Header
-from zfabric.segments import Segment, Window
+from zfabric.segments import LIVE, Segment, Window
 
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
@@ -135,6 +136,8 @@ class FileBacking:
         self._next_sweep_s = 0.0
         self.room = DiskRoom(files)
         self.pins = Pins()
+        # attempts that a full disk did not take yet, by (nonce, entry): the segment and how many
+        self._charged: dict[tuple[int, int], tuple[FileSegment, int]] = {}
 
     # -- segments -----------------------------------------------------------------------------
 
@@ -169,6 +172,19 @@ class FileBacking:
     def owe_word(self, file: SegmentFile, place: int, word: int) -> None:
         """The item ended otherwise; what says so is written in this window."""
         self._open_window.words.append((file, place, word))
+
+    def set_attempts(self, segment: FileSegment, entry: int, attempts: int) -> None:
+        """Write how often a live entry was charged: now, or as soon as the disk has room for it."""
+        self._charged[segment.nonce, entry] = segment, attempts
+        self._write_attempts()
+
+    def _write_attempts(self) -> None:
+        with contextlib.suppress(NoSpace):
+            for key, (segment, attempts) in list(self._charged.items()):
+                # What has ended meanwhile has another word.
+                if segment.states[key[1]] == LIVE:
+                    segment.file.write_word(key[1], 0, attempts)
+                del self._charged[key]
 
     def owe_retirement(self, segment: FileSegment) -> None:
         """Every entry of the segment is over."""
@@ -395,6 +411,7 @@ class FileBacking:
             kept, places = window.freed[-1]
             kept.file.write_tombstones(places)
             window.freed.pop()
+        self._write_attempts()
 
     def _record_holes(self, segment: FileSegment, holes: list[Hole], following: Window) -> None:
         """Keep what entries say of themselves whose bytes are about to go."""

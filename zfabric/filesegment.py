@@ -112,7 +112,7 @@ class FileSegment:
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """See Segment."""
-        self.file.write_word(entry, 0, attempts)
+        self._backing.set_attempts(self, entry, attempts)
 
     def drop(self) -> None:
         """See Segment."""
