@@ -220,6 +220,46 @@ def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, 
     bench.check()
 
 
+@pytest.mark.parametrize("ends", ["killed", "in order"])
+@pytest.mark.parametrize("read", [False, True])
+def test_requeued_item_that_is_over_is_not_dead_again(
+    tmp_path: Path, ends: str, *, read: bool
+) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 3_000)
+    worker = bench.worker("gpu1", instance=2)
+    producer.submit([100], Shape.of("m", "b"), payload=b"x" * 60_000)
+    bench.tick(1.0)
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    producer.ack()
+    bench.tick(1.0)
+    # Of the two the disk takes the first, which is done while the other waits for room.
+    bench.disk.size = bench.disk.used() + 60_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    bench.tick(1.0)
+    worker.heartbeat()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.done(key)
+    bench.settle()
+    assert sorted(producer.results.values()) == [[Status.OK], [Status.DEAD], [Status.DEAD]]
+    if read:
+        producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert bench.fabric.store.no_space
+    if ends == "in order":
+        bench.backing.seal(unwritten=True)
+    bench.disk.size = 50_000_000
+    bench.crash()
+    assert [record.number for record in bench.fabric.dead] == [2]
+    assert bench.status()["ready_items"] == 0
+    bench.check()
+
+
 def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: Path) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
     producer = with_a_dead_item(bench, payload=b"x" * 30_000)

@@ -504,3 +504,128 @@ def test_what_lanes_hold_is_served_when_a_start_has_none(
     run_all(bench, bench.worker(batch=2, ragged=ragged))
     assert producer.results == {n: [Status.OK] for n in range(1, 7)}
     bench.check()
+
+
+def dead_and_requeued(bench: DiskBench, *, flush: bool) -> FakeProducer:
+    """An item dies and is requeued, all in one window, whose sync is not over at the crash."""
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100])
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    if flush:
+        bench.dispatcher.flush(bench.now)
+    else:
+        bench.fabric.publish(bench.now)
+    return producer
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_requeued_item_whose_death_was_torn_is_there_once(tmp_path: Path, durability: str) -> None:
+    bench = DiskBench(tmp_path, durability=durability, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=False)
+    # The new entry is written, and neither the result nor a record is.
+    bench.crash()
+    bench.check()
+    assert bench.status()["ready_items"] == 1
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {1: [Status.OK]}
+    bench.crash()
+    bench.check()
+    assert bench.status()["completed_items"] == bench.status()["accepted_items"] == 1
+
+
+def test_requeued_item_whose_result_was_torn_is_there_once(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=True)
+    # All is written, and of what no sync covered the device has lost the result.
+    (path,) = (tmp_path / "outbox").rglob("*.seg")
+    path.unlink()
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {1: [Status.OK]}
+    assert not len(bench.fabric.dead)
+
+
+def test_record_of_a_retry_goes_with_its_item(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    dead_and_requeued(bench, flush=True)
+    bench.settle()
+    bench.crash()
+    assert len(bench.fabric.retries) == 1
+    run_all(bench, bench.worker("gpu1", instance=2))
+    bench.crash()
+    assert not bench.fabric.retries
+
+
+def test_dead_record_gets_no_id_that_a_requeued_item_has(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=True)
+    bench.settle()
+    (tmp_path / "catalog.log").unlink()
+    bench.rebuild = True
+    bench.crash()
+    worker = bench.worker("gpu1", instance=2, batch=1, model="other")
+    producer = bench.producer("second")
+    producer.submit([100], Shape.of("other", "a"))
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    bench.crash()
+    assert [(record.producer, record.number) for record in bench.fabric.dead] == [("second", 1)]
+    bench.check()
+
+
+def only_file(root: Path, shape: Shape) -> Path:
+    (path,) = (root / "segments" / shape.model / f"{shape.signature:016x}").rglob("*.seg")
+    return path
+
+
+def test_what_was_beyond_a_gap_is_known_after_a_damage_elsewhere(tmp_path: Path) -> None:
+    a, b, c = (Shape.of("m", name) for name in "abc")
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100], c)
+    bench.settle()
+    producer.submit([100, 100], [a, b])
+    bench.fabric.publish(bench.now)
+    # Of two items that were not promised the device has lost the first.
+    only_file(tmp_path, a).unlink()
+    bench.crash()
+    again(bench, producer)
+    run_all(bench, bench.worker())
+    producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert producer.results == {1: [Status.OK], 3: [Status.OK]}
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    producer.submit([100], a, numbers=[2], after=1)
+    bench.settle()
+    producer.submit([100, 100, 100], [b, b, c], numbers=[3, 4, 5], after=2)
+    bench.settle()
+    assert producer.upto == 5
+    for number in (6, 7, 8):
+        producer.submit([100], b, numbers=[number], after=number - 1)
+        bench.settle()
+    path = only_file(tmp_path, c)
+    data = bytearray(path.read_bytes())
+    data[-8] ^= 1
+    path.write_bytes(data)
+    # The second start finds what the first did; the file of number 3 went long ago.
+    for _ in range(2):
+        bench.crash()
+        assert [lost.number for lost in bench.found.quarantined] == [5]
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results.pop(5) == [Status.QUARANTINED]
+    assert producer.results == {n: [Status.OK] for n in (1, 2, 3, 4, 6, 7, 8)}
+    bench.check()

@@ -41,7 +41,7 @@ from zfabric.filesegment import FileSegment
 from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
 from zfabric.pins import Hole, Pins
-from zfabric.protocol import NUMBER_MAX
+from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX
 from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Header
 from zfabric.segments import LIVE, Segment, Window
 
@@ -143,17 +143,11 @@ class FileBacking:
 
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """See Backing."""
+        shape = queue.shape
         header = Header(
-            nonce,
-            ITEMS,
-            queue.shape.model,
-            queue.signature,
-            queue.lane,
-            queue.shape.components,
-            queue.shape.tokens,
-            self.segment_items_max,
-            time.time(),
-        )
+            nonce, ITEMS, shape.model, queue.signature, queue.lane, shape.components, shape.tokens,
+            self.segment_items_max, time.time(),
+        )  # fmt: skip
         return FileSegment(slot, queue, self, SegmentFile(self, header))
 
     def stamp_us(self, now: float) -> int:
@@ -451,12 +445,15 @@ class FileBacking:
         self.count_file(segment, -1)
 
     def _record_numbers(self, file: SegmentFile) -> None:
-        """Keep the numbers of a file that goes before its producers' floors may cover them."""
+        """Keep what a file says that goes before floors and records put off may say it."""
         numbers: dict[int, list[int]] = {}
         for found in file.entries():
             floor = self.catalog.producers.get(found.owner)
             if floor is not None and floor.upto < found.number <= NUMBER_MAX:
                 numbers.setdefault(found.owner, []).append(found.number)
+            if found.number > NUMBER_MAX:
+                # Its entry showed that the item was requeued.
+                self.record(t="undead", id=found.number - BROKER_NUMBERS_FROM)
         for owner, above in numbers.items():
             self.record(t="floor", i=owner, upto=0, seq=0, above=above)
 
