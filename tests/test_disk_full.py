@@ -53,7 +53,7 @@ class NoInodes(SmallDisk):
 
 
 class NoNewPages(NoInodes):
-    """A disk that is full to the last block: a state word finds room only in a page that is there."""
+    """A disk that is full to the last block: no page of state words is added to a file."""
 
     takes_pages = True
 

@@ -177,6 +177,27 @@ def test_signature_with_other_components_is_an_error(monkeypatch: pytest.MonkeyP
     bench.check()
 
 
+def test_dead_item_of_a_shape_whose_signature_is_now_anothers_stays_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zfabric.shapes.signature_of", lambda hashes: 7)
+    monkeypatch.setattr("zfabric.fabric.IDLE_SHAPES_MAX", 0)
+    bench = Bench(attempts_max=1)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([10], Shape.of("m", "a"))
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    # Nothing of the first shape is here, so another one may have its signature.
+    producer.submit([10], Shape.of("m", "b"))
+    bench.settle()
+    assert producer.ask("dead.requeue", all=True).startswith("shape_conflict")
+    assert len(bench.fabric.dead) == 1
+    bench.check()
+
+
 def test_producer_that_died_continues_at_its_next_number() -> None:
     bench = Bench()
     first = bench.producer("job", instance=1)
