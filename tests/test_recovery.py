@@ -629,3 +629,45 @@ def test_what_was_beyond_a_gap_is_known_after_a_damage_elsewhere(tmp_path: Path)
     assert producer.results.pop(5) == [Status.QUARANTINED]
     assert producer.results == {n: [Status.OK] for n in (1, 2, 3, 4, 6, 7, 8)}
     bench.check()
+
+
+def test_file_of_large_items_ends_where_a_place_can_still_be_told(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100])
+    bench.settle()
+    (segment,) = bench.fabric.store._slots.values()
+    # As if there were entries of 32 GiB: a hole takes no room.
+    end, segment.file.end = segment.file.end, segment.file.header.data_offset + 8 * 2**32
+    producer.submit([100])
+    bench.settle()
+    assert producer.upto == 2
+    segment.file.end = end
+    assert len(list((tmp_path / "segments").rglob("*.seg"))) == 2
+    run_all(bench, bench.worker())
+    assert producer.results == {1: [Status.OK], 2: [Status.OK]}
+
+
+def test_large_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfabric.filesegment.FILE_BYTES_MAX", 50_000)
+    bench = DiskBench(tmp_path)
+    producer, worker = bench.producer(), bench.worker(batch=2)
+    for _ in range(20):
+        producer.submit([100, 100], payload=b"x" * 4_000)
+        # What is over is dropped although something more of its lane is about to be stored.
+        bench.dispatch(1)
+        for key in list(worker.batches):
+            worker.done(key)
+        bench.settle()
+        worker.heartbeat()
+    files = [path.stat().st_size for path in (tmp_path / "segments").rglob("*.seg")]
+    assert max(files) < 60_000
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert producer.results == {n: [Status.OK] for n in range(1, 41)}
+    assert not list((tmp_path / "segments").rglob("*.seg"))
