@@ -306,8 +306,11 @@ def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path
     bench.check()
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("room", [180_000, 50_000_000])
-def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -> None:
+def test_cancel_ends_what_the_disk_did_not_take_yet(
+    tmp_path: Path, room: int, *, joins: bool
+) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0)
     producer = bench.producer()
     producer.submit([100] * 4, payload=b"x" * 2_000)
@@ -323,6 +326,9 @@ def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -
     assert set(producer.results) <= set(range(1, 5))
     worker = bench.worker("gpu1", instance=2)
     bench.disk.size = full + room
+    if joins:
+        # What it is told to be accepted must be stored, which is no reason to hand it out.
+        FakeProducer(bench, "other", 2).hello()
     for _ in range(3):
         bench.tick(0.3)
         assert bench.dispatch() == 0

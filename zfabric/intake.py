@@ -64,7 +64,9 @@ class Intake:
         Raises PeerError while something is taken in that a full disk did not let be stored: what
         a producer is told to be accepted must be, or it would never send it again.
         """
-        self._fabric.publish(now)
+        if not self._fabric.store.no_space:
+            # Else the end of a turn tries again, and lets a cancel end it before it is handed out.
+            self._fabric.publish(now)
         if self._fabric.store.unwritten:
             raise PeerError("storage_full", "the disk is full; this is tried again by itself")
         producer = self._fabric.producer(peer.name, now)
