@@ -14,6 +14,7 @@ from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
 from zfabric.pins import Hole
 from zfabric.protocol import Status, Type
+from zfabric.segment import CAPACITY, HEADER_BYTES, STATE_BYTES
 from zfabric.shapes import Shape
 
 
@@ -51,9 +52,20 @@ class NoInodes(SmallDisk):
         return super().open(path, create=create)
 
 
+class NoNewPages(NoInodes):
+    """A disk that is full to the last block: no page of state words is added to a file."""
+
+    takes_pages = True
+
+    def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        if not self.takes_pages and HEADER_BYTES <= offset < HEADER_BYTES + STATE_BYTES * CAPACITY:
+            raise NoSpace(f"{path}: No space left on device")
+        return super().write(path, descriptor, pieces, offset)
+
+
 class FullBench(DiskBench):
     def __init__(self, root: Path, size: int, *, min_free: int, **config: object) -> None:
-        self.disk = NoInodes(root, size)
+        self.disk = NoNewPages(root, size)
         self.min_free = min_free
         super().__init__(root, **config)  # type: ignore[arg-type]
 
@@ -193,6 +205,46 @@ def test_requeued_item_that_the_disk_did_not_take_is_dead_still(tmp_path: Path, 
     bench.check()
 
 
+@pytest.mark.parametrize("ends", ["killed", "in order"])
+@pytest.mark.parametrize("read", [False, True])
+def test_requeued_item_that_is_over_is_not_dead_again(
+    tmp_path: Path, ends: str, *, read: bool
+) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
+    producer = with_a_dead_item(bench, payload=b"x" * 3_000)
+    worker = bench.worker("gpu1", instance=2)
+    producer.submit([100], Shape.of("m", "b"), payload=b"x" * 60_000)
+    bench.tick(1.0)
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    producer.ack()
+    bench.tick(1.0)
+    # Of the two the disk takes the first, which is done while the other waits for room.
+    bench.disk.size = bench.disk.used() + 60_000
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    bench.tick(1.0)
+    worker.heartbeat()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.done(key)
+    bench.settle()
+    assert sorted(producer.results.values()) == [[Status.OK], [Status.DEAD], [Status.DEAD]]
+    if read:
+        producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert bench.fabric.store.no_space
+    if ends == "in order":
+        bench.backing.seal(unwritten=True)
+    bench.disk.size = 50_000_000
+    bench.crash()
+    assert [record.number for record in bench.fabric.dead] == [2]
+    assert bench.status()["ready_items"] == 0
+    bench.check()
+
+
 def test_requeue_is_answered_when_there_is_room_and_its_item_survives(tmp_path: Path) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
     producer = bench.producer_of_dead(payload=b"x" * 30_000)
@@ -239,8 +291,11 @@ def test_what_waits_for_a_file_is_bounded_and_written_when_there_is_one(tmp_path
     bench.check()
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("room", [180_000, 50_000_000])
-def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -> None:
+def test_cancel_ends_what_the_disk_did_not_take_yet(
+    tmp_path: Path, room: int, *, joins: bool
+) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0)
     producer = bench.producer()
     producer.submit([100] * 4, payload=b"x" * 2_000)
@@ -256,6 +311,9 @@ def test_cancel_ends_what_the_disk_did_not_take_yet(tmp_path: Path, room: int) -
     assert set(producer.results) <= set(range(1, 5))
     worker = bench.worker("gpu1", instance=2)
     bench.disk.size = full + room
+    if joins:
+        # What it is told to be accepted must be stored, which is no reason to hand it out.
+        FakeProducer(bench, "other", 2).hello()
     for _ in range(3):
         bench.tick(0.3)
         assert bench.dispatch() == 0
@@ -287,4 +345,35 @@ def test_cancel_leaves_what_is_submitted_after_it(tmp_path: Path) -> None:
     bench.tick(0.3)
     run_all(bench, bench.worker())
     assert producer.results == {1: [Status.CANCELLED], 2: [Status.CANCELLED], 3: [Status.OK]}
+    bench.check()
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "lease"])
+def test_charge_that_finds_no_room_is_written_when_there_is_some(tmp_path: Path, kind: str) -> None:
+    bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=3)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100] * 3)
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    bench.disk.takes_pages = False
+    if kind == "lease":
+        worker.cut()
+        bench.tick(6.0)
+        bench.tick(6.0)
+    else:
+        worker.give_back(key, kind)
+        bench.settle()
+    bench.tick(1.0)
+    bench.check()
+    assert set(bench.fabric.store.attempts.values()) == {1}
+    bench.disk.takes_pages = True
+    producer.submit([100], Shape.of("m", "b"))
+    bench.settle()
+    bench.crash()
+    assert list(bench.fabric.store.attempts.values()) == [1, 1, 1]
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {n: [Status.OK] for n in range(1, 5)}
     bench.check()

@@ -97,6 +97,20 @@ def test_bytes_bound_what_the_broker_holds() -> None:
     assert snapshot.held_bytes(bench.fabric) == 900
 
 
+def test_limit_that_is_met_hides_none_that_is_tighter() -> None:
+    bench = Bench(max_items=6, producer_items_max=5, max_bytes=1_000, payload_bytes_max=1_000)
+    first, second = bench.producer("first"), bench.producer("second", instance=2)
+    # Of its own it may have five; two of these fill the broker's memory.
+    first.submit([10] * 9, payload=b"x" * 400)
+    second.submit([10] * 9, payload=b"")
+    bench.settle()
+    assert refusals(first) == [(3, "busy")]
+    # And here the broker has four places left.
+    assert refusals(second) == [(5, "busy")]
+    assert bench.fabric.store.items == 6
+    assert snapshot.held_bytes(bench.fabric) == 800
+
+
 def test_producer_that_reads_no_results_is_capped_and_others_are_not() -> None:
     bench = Bench(producer_items_max=4)
     slow, other = bench.producer("slow"), bench.producer("other", instance=2)
@@ -160,6 +174,27 @@ def test_signature_with_other_components_is_an_error(monkeypatch: pytest.MonkeyP
     bench.settle()
     assert codes(producer) == ["shape_conflict"]
     assert json.loads(producer.payloads[2])["code"] == "shape_conflict"
+    bench.check()
+
+
+def test_dead_item_of_a_shape_whose_signature_is_now_anothers_stays_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zfabric.shapes.signature_of", lambda hashes: 7)
+    monkeypatch.setattr("zfabric.fabric.IDLE_SHAPES_MAX", 0)
+    bench = Bench(attempts_max=1)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([10], Shape.of("m", "a"))
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    # Nothing of the first shape is here, so another one may have its signature.
+    producer.submit([10], Shape.of("m", "b"))
+    bench.settle()
+    assert producer.ask("dead.requeue", all=True).startswith("shape_conflict")
+    assert len(bench.fabric.dead) == 1
     bench.check()
 
 

@@ -140,3 +140,20 @@ def test_ragged_worker_is_not_touched_by_group_packing() -> None:
     assert list(message.columns["lengths"]) == [1_000, 800, 600]
     assert "pad_to" not in message.fields
     assert next(iter(bench.fabric.groups.values())).sweep_below is None
+
+
+@pytest.mark.parametrize("packing", ["tight", "strict", "group"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_no_lane_is_passed_over_for_longer_than_max_wait(packing: str, *, ragged: bool) -> None:
+    bench = Bench(packing=packing, max_wait_s=10.0)
+    producer = bench.producer("job")
+    worker = bench.worker("gpu0", batch=2, tokens=2_000, window=1, ragged=ragged)
+    # More long ones than can be served, and a few short ones, for ever.
+    for _ in range(30):
+        producer.submit([900, 900, 900, 10])
+        bench.tick(1.0)
+        bench.dispatch(1)
+        finish(bench, worker)
+        worker.heartbeat()
+    assert 4 in producer.results
+    bench.check()

@@ -150,3 +150,22 @@ def test_segment_that_is_merely_busy_gets_no_holes(tmp_path: Path) -> None:
     bench.settle()
     assert not [op for op in bench.faults.ops[before:] if len(op.data) >= SIZE]
     bench.backing.close()
+
+
+def test_segment_that_was_over_at_a_start_is_not_looked_at_again(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path)
+    producer, worker = bench.pin()
+    (key,) = worker.batches
+    worker.done(key, [PINNING])
+    bench.dispatcher.flush(bench.now)
+    bench.backing.sync()
+    # All tombstones are written, and a crash comes before the record that its file may go.
+    bench.dispatcher.synced()
+    bench.crash()
+    bench.look_again()
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    assert bench.status()["completed_items"] == ITEMS
+    producer.hello()
+    bench.settle()
+    assert producer.results == {n: [Status.OK] for n in range(1, ITEMS + 1)}
+    bench.check()

@@ -472,3 +472,188 @@ def test_damaged_head_of_a_lane_does_not_stop_the_broker(tmp_path: Path) -> None
     again(bench, producer)
     run_all(bench, bench.worker())
     assert producer.results == {1: [Status.QUARANTINED], 2: [Status.OK], 3: [Status.OK]}
+
+
+@pytest.mark.parametrize("packing", ["tight", "strict", "group"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_lanes_hold_is_served_when_a_start_has_none(
+    tmp_path: Path, packing: str, *, ragged: bool
+) -> None:
+    bench = DiskBench(tmp_path, packing=packing)
+    producer = bench.producer()
+    producer.submit([10, 300, 700, 1_000])
+    bench.settle()
+    bench.config = BrokerConfig(memory=True, policy="shape", packing=packing)
+    bench.crash()
+    again(bench, producer)
+    producer.submit([20, 500])
+    run_all(bench, bench.worker(batch=2, ragged=ragged))
+    assert producer.results == {n: [Status.OK] for n in range(1, 7)}
+    bench.check()
+
+
+def dead_and_requeued(bench: DiskBench, *, flush: bool) -> FakeProducer:
+    """An item dies and is requeued, all in one window, whose sync is not over at the crash."""
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100])
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    producer.send(Type.REQUEST, {"id": 1, "op": "dead.requeue", "args": {"all": True}})
+    if flush:
+        bench.dispatcher.flush(bench.now)
+    else:
+        bench.fabric.publish(bench.now)
+    return producer
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+def test_requeued_item_whose_death_was_torn_is_there_once(tmp_path: Path, durability: str) -> None:
+    bench = DiskBench(tmp_path, durability=durability, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=False)
+    # The new entry is written, and neither the result nor a record is.
+    bench.crash()
+    bench.check()
+    assert bench.status()["ready_items"] == 1
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {1: [Status.OK]}
+    bench.crash()
+    bench.check()
+    assert bench.status()["completed_items"] == bench.status()["accepted_items"] == 1
+
+
+def test_requeued_item_whose_result_was_torn_is_there_once(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=True)
+    # All is written, and of what no sync covered the device has lost the result.
+    (path,) = (tmp_path / "outbox").rglob("*.seg")
+    path.unlink()
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results == {1: [Status.OK]}
+    assert not len(bench.fabric.dead)
+
+
+def test_record_of_a_retry_goes_with_its_item(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    dead_and_requeued(bench, flush=True)
+    bench.settle()
+    bench.crash()
+    assert len(bench.fabric.retries) == 1
+    run_all(bench, bench.worker("gpu1", instance=2))
+    bench.crash()
+    assert not bench.fabric.retries
+
+
+def test_dead_record_gets_no_id_that_a_requeued_item_has(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    producer = dead_and_requeued(bench, flush=True)
+    bench.settle()
+    (tmp_path / "catalog.log").unlink()
+    bench.rebuild = True
+    bench.crash()
+    worker = bench.worker("gpu1", instance=2, batch=1, model="other")
+    producer = bench.producer("second")
+    producer.submit([100], Shape.of("other", "a"))
+    bench.settle()
+    bench.dispatch()
+    (key,) = worker.batches
+    worker.start(key)
+    worker.give_back(key, "out_of_memory")
+    bench.settle()
+    bench.crash()
+    assert [(record.producer, record.number) for record in bench.fabric.dead] == [("second", 1)]
+    bench.check()
+
+
+def only_file(root: Path, shape: Shape) -> Path:
+    (path,) = (root / "segments" / shape.model / f"{shape.signature:016x}").rglob("*.seg")
+    return path
+
+
+def test_what_was_beyond_a_gap_is_known_after_a_damage_elsewhere(tmp_path: Path) -> None:
+    a, b, c = (Shape.of("m", name) for name in "abc")
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100], c)
+    bench.settle()
+    producer.submit([100, 100], [a, b])
+    bench.fabric.publish(bench.now)
+    # Of two items that were not promised the device has lost the first.
+    only_file(tmp_path, a).unlink()
+    bench.crash()
+    again(bench, producer)
+    run_all(bench, bench.worker())
+    producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert producer.results == {1: [Status.OK], 3: [Status.OK]}
+    assert not list((tmp_path / "segments").rglob("*.seg"))
+    producer.submit([100], a, numbers=[2], after=1)
+    bench.settle()
+    producer.submit([100, 100, 100], [b, b, c], numbers=[3, 4, 5], after=2)
+    bench.settle()
+    assert producer.upto == 5
+    for number in (6, 7, 8):
+        producer.submit([100], b, numbers=[number], after=number - 1)
+        bench.settle()
+    path = only_file(tmp_path, c)
+    data = bytearray(path.read_bytes())
+    data[-8] ^= 1
+    path.write_bytes(data)
+    # The second start finds what the first did; the file of number 3 went long ago.
+    for _ in range(2):
+        bench.crash()
+        assert [lost.number for lost in bench.found.quarantined] == [5]
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert producer.results.pop(5) == [Status.QUARANTINED]
+    assert producer.results == {n: [Status.OK] for n in (1, 2, 3, 4, 6, 7, 8)}
+    bench.check()
+
+
+def test_file_of_large_items_ends_where_a_place_can_still_be_told(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100])
+    bench.settle()
+    (segment,) = bench.fabric.store._slots.values()
+    # As if there were entries of 32 GiB: a hole takes no room.
+    end, segment.file.end = segment.file.end, segment.file.header.data_offset + 8 * 2**32
+    producer.submit([100])
+    bench.settle()
+    assert producer.upto == 2
+    segment.file.end = end
+    assert len(list((tmp_path / "segments").rglob("*.seg"))) == 2
+    run_all(bench, bench.worker())
+    assert producer.results == {1: [Status.OK], 2: [Status.OK]}
+
+
+def test_large_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfabric.filesegment.FILE_BYTES_MAX", 50_000)
+    bench = DiskBench(tmp_path)
+    producer, worker = bench.producer(), bench.worker(batch=2)
+    for _ in range(20):
+        producer.submit([100, 100], payload=b"x" * 4_000)
+        # What is over is dropped although something more of its lane is about to be stored.
+        bench.dispatch(1)
+        for key in list(worker.batches):
+            worker.done(key)
+        bench.settle()
+        worker.heartbeat()
+    files = [path.stat().st_size for path in (tmp_path / "segments").rglob("*.seg")]
+    assert max(files) < 60_000
+    bench.crash()
+    bench.check()
+    again(bench, producer)
+    run_all(bench, bench.worker("gpu1", instance=2))
+    producer.ack()
+    for _ in range(4):
+        bench.tick(1.0)
+    assert producer.results == {n: [Status.OK] for n in range(1, 41)}
+    assert not list((tmp_path / "segments").rglob("*.seg"))

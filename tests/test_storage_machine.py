@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -44,9 +45,19 @@ class StorageMachine(FabricMachine):
         self.gone: list[FakeWorker] = []
         self.accepted: list[set[int]] = [set(), set()]
 
-    @rule(workers_live_on=st.booleans())
-    def broker_is_killed(self, workers_live_on: bool) -> None:
+    @rule(
+        workers_live_on=st.booleans(),
+        policy=st.sampled_from(["lanes", "shape"]),
+        packing=st.sampled_from(["tight", "strict", "group"]),
+        lanes=st.sampled_from([1, 3, 2_048]),
+    )
+    def broker_is_killed(
+        self, workers_live_on: bool, policy: str, packing: str, lanes: int
+    ) -> None:
         assert isinstance(self.bench, DiskBench)
+        # The next one may be started with other options.
+        changed = {"policy": policy, "packing": packing, "lanes": lanes}
+        self.bench.config = replace(self.bench.config, **changed)
         self.bench.crash()
         assert not self.bench.found.damaged
         assert not self.bench.found.torn_bytes

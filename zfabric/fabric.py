@@ -201,10 +201,8 @@ class Fabric:
         A disk may have no room for a new file though bytes are free: inodes, or a quota. What was
         taken in waits in memory then, and nothing may join it.
         """
-        reason = self.store.backing.full(now)
-        if reason is None and self.store.no_space:
-            reason = "the disk is full: what was taken in cannot be written (bytes, inodes, quota?)"
-        return reason
+        waits = "the disk is full: what was taken in cannot be written (bytes, inodes, quota?)"
+        return self.store.backing.full(now) or (waits if self.store.no_space else None)
 
     # -- accept -------------------------------------------------------------------------------
 
@@ -455,6 +453,7 @@ class Fabric:
         record = self.dead.get(record_id)
         if record is None:
             return None
+        self.check_shape(record.shape)
         producer = self.producer(record.producer, now)
         self.group_for(record.shape)
         self.dead.requeued(record_id)

@@ -18,6 +18,7 @@ be on the device then, the number stays. Only this module orders writes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import time
@@ -40,9 +41,9 @@ from zfabric.filesegment import FileSegment
 from zfabric.osfiles import OsFiles, descriptor_limit
 from zfabric.outbox import Stored
 from zfabric.pins import Hole, Pins
-from zfabric.protocol import NUMBER_MAX
+from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX
 from zfabric.segment import CAPACITY, DEAD_WORD, ITEMS, QUARANTINED_WORD, RESULTS, Header
-from zfabric.segments import Segment, Window
+from zfabric.segments import LIVE, Segment, Window
 
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
@@ -135,22 +136,18 @@ class FileBacking:
         self._next_sweep_s = 0.0
         self.room = DiskRoom(files)
         self.pins = Pins()
+        # attempts that a full disk did not take yet, by (nonce, entry): the segment and how many
+        self._charged: dict[tuple[int, int], tuple[FileSegment, int]] = {}
 
     # -- segments -----------------------------------------------------------------------------
 
     def make(self, slot: int, nonce: int, queue: LaneQueue) -> Segment:
         """See Backing."""
+        shape = queue.shape
         header = Header(
-            nonce,
-            ITEMS,
-            queue.shape.model,
-            queue.signature,
-            queue.lane,
-            queue.shape.components,
-            queue.shape.tokens,
-            self.segment_items_max,
-            time.time(),
-        )
+            nonce, ITEMS, shape.model, queue.signature, queue.lane, shape.components, shape.tokens,
+            self.segment_items_max, time.time(),
+        )  # fmt: skip
         return FileSegment(slot, queue, self, SegmentFile(self, header))
 
     def stamp_us(self, now: float) -> int:
@@ -169,6 +166,19 @@ class FileBacking:
     def owe_word(self, file: SegmentFile, place: int, word: int) -> None:
         """The item ended otherwise; what says so is written in this window."""
         self._open_window.words.append((file, place, word))
+
+    def set_attempts(self, segment: FileSegment, entry: int, attempts: int) -> None:
+        """Write how often a live entry was charged: now, or as soon as the disk has room for it."""
+        self._charged[segment.nonce, entry] = segment, attempts
+        self._write_attempts()
+
+    def _write_attempts(self) -> None:
+        with contextlib.suppress(NoSpace):
+            for key, (segment, attempts) in list(self._charged.items()):
+                # What has ended meanwhile has another word.
+                if segment.states[key[1]] == LIVE:
+                    segment.file.write_word(key[1], 0, attempts)
+                del self._charged[key]
 
     def owe_retirement(self, segment: FileSegment) -> None:
         """Every entry of the segment is over."""
@@ -395,6 +405,7 @@ class FileBacking:
             kept, places = window.freed[-1]
             kept.file.write_tombstones(places)
             window.freed.pop()
+        self._write_attempts()
 
     def _record_holes(self, segment: FileSegment, holes: list[Hole], following: Window) -> None:
         """Keep what entries say of themselves whose bytes are about to go."""
@@ -434,12 +445,15 @@ class FileBacking:
         self.count_file(segment, -1)
 
     def _record_numbers(self, file: SegmentFile) -> None:
-        """Keep the numbers of a file that goes before its producers' floors may cover them."""
+        """Keep what a file says that goes before floors and records put off may say it."""
         numbers: dict[int, list[int]] = {}
         for found in file.entries():
             floor = self.catalog.producers.get(found.owner)
             if floor is not None and floor.upto < found.number <= NUMBER_MAX:
                 numbers.setdefault(found.owner, []).append(found.number)
+            if found.number > NUMBER_MAX:
+                # Its entry showed that the item was requeued.
+                self.record(t="undead", id=found.number - BROKER_NUMBERS_FROM)
         for owner, above in numbers.items():
             self.record(t="floor", i=owner, upto=0, seq=0, above=above)
 

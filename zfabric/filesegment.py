@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from zfabric.files import FileBacking
     from zfabric.queues import LaneQueue
 
+# A file gets no entry behind this. Where entries begin is kept in 32 bits, in units of 8 bytes, and
+# a start reads a file whole.
+FILE_BYTES_MAX = 1024**3
+
 
 class FileSegment:
     """A lane's segment on disk: cursors here, bytes in its file."""
@@ -72,6 +76,11 @@ class FileSegment:
         self.states.extend(bytes(len(lengths)))
         return stored
 
+    @property
+    def is_large(self) -> bool:
+        """See Segment."""
+        return self.file.end >= FILE_BYTES_MAX
+
     def read(self, entry: int) -> Row:
         """See Segment."""
         found, payload = self.file.entry(entry)
@@ -112,7 +121,7 @@ class FileSegment:
 
     def set_attempts(self, entry: int, attempts: int) -> None:
         """See Segment."""
-        self.file.write_word(entry, 0, attempts)
+        self._backing.set_attempts(self, entry, attempts)
 
     def drop(self) -> None:
         """See Segment."""

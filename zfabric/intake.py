@@ -64,7 +64,9 @@ class Intake:
         Raises PeerError while something is taken in that a full disk did not let be stored: what
         a producer is told to be accepted must be, or it would never send it again.
         """
-        self._fabric.publish(now)
+        if not self._fabric.store.no_space:
+            # Else the end of a turn tries again, and lets a cancel end it before it is handed out.
+            self._fabric.publish(now)
         if self._fabric.store.unwritten:
             raise PeerError("storage_full", "the disk is full; this is tried again by itself")
         producer = self._fabric.producer(peer.name, now)
@@ -167,24 +169,27 @@ class Intake:
         no_space = self._fabric.full(now)
         if no_space is not None:
             return self._Room(0, "storage_full", no_space)
+        # The least of all limits counts: one that is met must not hide another that is tighter.
+        rooms = [self._Room(wanted, "", "")]
         own = config.producer_items_max - producer.outstanding
         if own < wanted:
             text = (
                 f"{counted(producer.outstanding, 'item')} of {producer.name} without an "
                 "acknowledged result"
             )
-            return self._Room(max(0, own), "outbox_full", text)
+            rooms.append(self._Room(max(0, own), "outbox_full", text))
         places = config.max_items - self._fabric.store.items
         if places < wanted:
-            return self._Room(max(0, places), "busy", f"the broker holds {config.max_items} items")
+            text = f"the broker holds {config.max_items} items"
+            rooms.append(self._Room(max(0, places), "busy", text))
         if producer.outbox.payload_bytes > config.max_bytes // 4:
             text = f"{producer.outbox.payload_bytes} bytes of results of {producer.name} are unread"
-            return self._Room(0, "outbox_full", text)
+            rooms.append(self._Room(0, "outbox_full", text))
         free = self._fabric.room_bytes()
         if free < sum(sizes[start:]):
             fits = bisect_right(list(accumulate(sizes[start:])), free)
-            return self._Room(fits, "busy", f"the broker holds {config.max_bytes} bytes")
-        return self._Room(wanted, "", "")
+            rooms.append(self._Room(fits, "busy", f"the broker holds {config.max_bytes} bytes"))
+        return min(rooms, key=lambda room: room.items)
 
     def _take(
         self, producer: Producer, message: Message, start: int, stop: int, now: float

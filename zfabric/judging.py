@@ -121,8 +121,11 @@ class Judge:
         # of each producer: its numbers, each times two, plus one where it was safe
         self._numbers: dict[int, array[int]] = {}
         self._gaps: dict[tuple[int, int], int] = {}
-        # (producer's name, its number) of what lives, for the records of what does not
-        self._living: set[tuple[str, int]] = set()
+        # (producer's name, its number) of what lives: the lowest number under which it does
+        self._living: dict[tuple[str, int], int] = {}
+        # numbers of requeued items whose place is live; those of them that a crash may have torn
+        self._retrying: set[int] = set()
+        self._doubtful: list[tuple[FoundSegment, Scanned, int, tuple[str, int]]] = []
         for index, floor in catalog.producers.items():
             found.producers[index] = FoundProducer(index, floor.name, floor.upto)
 
@@ -288,7 +291,6 @@ class Judge:
         for word, items, tokens in file.ended:
             before = found.counts.get(word, (0, 0))
             found.counts[word] = (before[0] + items, before[1] + tokens)
-        patchy = bool(file.damages or file.holes)
         for place in range(file.places):
             if file.is_hole(place):
                 continue
@@ -298,10 +300,7 @@ class Judge:
                 word = self._end_of(found, file, place, number, lost)
                 if word == LIVE_WORD:
                     found.states[place] = LIVE
-                    if patchy:
-                        found.live_bytes += found.file.payload_bytes(place, place + 1)
-                    else:
-                        found.live_bytes += aligned(file.sizes[place])
+                    found.live_bytes += _live_bytes(found, file, place)
                     if file.attempts[place]:
                         found.attempts[place] = file.attempts[place]
             if word == VOID_WORD:
@@ -325,6 +324,8 @@ class Judge:
         owner = file.owners[place]
         producer = self._found.producers.get(owner)
         first = self._number_told(number)
+        if number > NUMBER_MAX:
+            self._retrying.add(number)
         if not number:
             word = QUARANTINED_WORD
         elif producer is None:
@@ -346,7 +347,10 @@ class Judge:
             self._found.quarantined.append(owed)
             return QUARANTINED_WORD
         else:
-            self._living.add((producer.name, first))
+            key = producer.name, first
+            self._living[key] = min(number, self._living.get(key, number))
+            if number > NUMBER_MAX and file.windows[place] > self._safe:
+                self._doubtful.append((found, file, place, key))
             return LIVE_WORD
         file.marks[place] = word
         return word
@@ -354,7 +358,7 @@ class Judge:
     def _number_told(self, number: int) -> int:
         """The number that a producer gave to an item, whichever number it has now.
 
-        A requeued item that is stored was requeued, whatever became of the record that says so.
+        A requeued item that is stored, or was, was requeued, whatever became of what says so.
         """
         if number <= NUMBER_MAX:
             return number
@@ -394,6 +398,7 @@ class Judge:
     def _note(self, owner: int, number: int, gap: int, window: int) -> None:
         """A number was seen."""
         if number > NUMBER_MAX:
+            self._number_told(number)
             return
         column = self._numbers.get(owner)
         if column is None:
@@ -410,6 +415,8 @@ class Judge:
         for producer in self._found.producers.values():
             self._settle_numbers(producer)
         catalog = self._catalog
+        self._settle_doubtful()
+        catalog.retries = {n: of for n, of in catalog.retries.items() if n in self._retrying}
         for number, record in list(catalog.dead.items()):
             # Its result was torn, and so it is alive again.
             torn = record.get("window", 0) > self._safe
@@ -417,6 +424,18 @@ class Judge:
                 del catalog.dead[number]
         owners = [max(s.owners, default=0) for s in self._found.segments]
         catalog.next_producer = max([catalog.next_producer, *(owner + 1 for owner in owners)])
+
+    def _settle_doubtful(self) -> None:
+        """Requeued items of which nothing was promised, and whose end before that a crash tore."""
+        for found, file, place, key in self._doubtful:
+            number = file.numbers[place]
+            unknown = number not in self._catalog.retries and not self._catalog.salvaged
+            if unknown or self._living[key] < number:
+                found.states[place], file.marks[place] = TOMBSTONE, VOID_WORD
+                found.live_bytes -= _live_bytes(found, file, place)
+                found.attempts.pop(place, None)
+                found.counts[VOID_WORD] = found.counts.get(VOID_WORD, (0, 0))[0] + 1, 0
+                file.blank(place)
 
     def _settle_numbers(self, producer: FoundProducer) -> None:
         floor = self._catalog.producers[producer.index]
@@ -443,7 +462,7 @@ class Judge:
             lost.owner == producer.index for lost in self._found.quarantined
         ):
             floor.upto = upto
-        floor.above = {n for n in producer.above if n > floor.upto}
+        floor.above = {n for n in (*floor.above, *producer.above) if n > floor.upto}
 
     def _miss(self, producer: FoundProducer, upto: int, before: int, above: set[int]) -> bool:
         """Numbers behind `upto` and up to `before` are lost; whether there are any."""
@@ -454,6 +473,13 @@ class Judge:
             lost = Lost(producer.index, number, gap, 0, "no file has it any more", None, 0)
             self._found.quarantined.append(lost)
         return bool(numbers)
+
+
+def _live_bytes(found: FoundSegment, file: Scanned, place: int) -> int:
+    """What the payload of a live place takes in its file; damage behind an entry counts as its."""
+    if file.damages or file.holes:
+        return found.file.payload_bytes(place, place + 1)
+    return aligned(file.sizes[place])
 
 
 def _window_after(file: Scanned, place: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from zfabric.errors import InvariantError
@@ -136,7 +137,7 @@ class Offers:
         queue = group.queues[lane]
         take = store.peek(queue, contract.batch_items_max)
         if contract.ragged:
-            return ([take] if take.solo else self._pack_ragged(contract, group)), None, at
+            return ([take] if take.solo else self._pack_ragged(contract, group, now)), None, at
         if packing == "strict" and not take.solo:
             longest = store.longest(queue)
             packed_batch = pack_strict(take.lengths, queue.ready_items, longest, contract)
@@ -174,11 +175,18 @@ class Offers:
         below = goes_on_below(len(takes), seen[last.queue.lane][0], left, contract)
         return takes, packed_batch, below
 
-    def _pack_ragged(self, contract: Contract, group: Group) -> list[Take]:
+    def _pack_ragged(self, contract: Contract, group: Group, now: float) -> list[Take]:
         seen: dict[int, Take] = {}
+        # Without lanes there is one queue; a store that had lanes before has what is left of them.
+        ready = group.order.ready_lanes
+        order = group.lanes.descending() if group.lanes is not None else iter(ready)
+        # What goes before any order does so here, too: short prompts would never be reached else.
+        due = group.order.due(now)
 
         def lanes() -> Iterator[tuple[int, Sequence[int]]]:
-            for lane in group.lanes.descending() if group.lanes is not None else [0]:
+            for lane in order if due is None else chain([due], order):
+                if lane in seen:
+                    continue
                 queue = group.queues.get(lane)
                 if queue is None or not queue.ready_items:
                     continue

@@ -34,7 +34,7 @@ from zfabric.files import (
 )
 from zfabric.judging import FoundProducer, FoundSegment, Judge, Lost, Recovered
 from zfabric.osfiles import OsFiles
-from zfabric.protocol import NUMBER_MAX
+from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX
 from zfabric.scanning import Scanned, scan_file
 from zfabric.segment import (
     DEAD_WORD,
@@ -191,6 +191,9 @@ class _Recovery:
         # A window is begun when the last but one is safe; the catalog's when the last one is.
         safe = max(newest - 2, known.window - 1)
         backing.window = max(newest, known.window) + 1
+        # No record of a dead item gets the id of one that a crash tore and that was requeued.
+        highest = max((max(file.numbers, default=0) for file in scanned), default=0)
+        known.next_dead = max(known.next_dead, highest - BROKER_NUMBERS_FROM + 1)
 
         def file_of(file: Scanned) -> SegmentFile:
             return SegmentFile(backing, file.header, file.offsets, file.end)

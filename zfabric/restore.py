@@ -141,8 +141,6 @@ def _file_segment(
     segment.counts = {w: ended for w, ended in found.counts.items() if w != TOMBSTONE_WORD} or None
     segment.holes = found.holes or None
     backing.count_file(segment)
-    if segment.states.count(TOMBSTONE):
-        backing.pins.ended(segment)
     return segment
 
 
@@ -152,7 +150,10 @@ def _restore_lane(fabric: Fabric, backing: FileBacking, lane: _Lane, now: float)
     for found in lane.segments:
 
         def make(slot: int, found: FoundSegment = found) -> FileSegment:
-            return _file_segment(slot, queue, backing, found)
+            segment = _file_segment(slot, queue, backing, found)
+            if TOMBSTONE in segment.states:
+                backing.pins.ended(segment)
+            return segment
 
         # One that died at the limit, or a damaged count: the next failure is its last.
         last = fabric.config.attempts_max - 1

@@ -111,6 +111,10 @@ class Segment(Protocol):
         Raises StorageError, changing nothing, where they cannot be stored.
         """
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its bytes are enough: nothing more is stored in it then."""
+
     def read(self, entry: int) -> Row:
         """One live entry. Raises StorageError where it cannot be read."""
 
@@ -267,6 +271,8 @@ class MemorySegment:
         "cursor", "deleted", "done_ahead", "lengths", "meta", "nonce", "payloads",
         "queue", "slot", "states",
     )  # fmt: skip
+
+    is_large = False
 
     def __init__(self, slot: int, nonce: int, queue: LaneQueue) -> None:
         self.slot = slot

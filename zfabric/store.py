@@ -188,7 +188,7 @@ class Store:
         Returns (items, tokens, system calls). Raises NoSpace, having stored nothing.
         """
         segments, limit = queue.segments, self.backing.segment_items_max
-        if not segments or len(segments[-1].states) >= limit:
+        if not segments or not self._has_room(segments[-1]):
             segments.append(self._new_segment(queue))
         segment = segments[-1]
         part = rows[: limit - len(segment.states)]
@@ -471,8 +471,11 @@ class Store:
         """Whether what was taken in is about to be stored in the segment."""
         queue = segment.queue
         is_last = queue.segments[-1:] == [segment]
-        has_room = len(segment.states) < self.backing.segment_items_max
+        has_room = self._has_room(segment)
         return queue in self._fresh and is_last and has_room and not self.no_space
+
+    def _has_room(self, segment: Segment) -> bool:
+        return len(segment.states) < self.backing.segment_items_max and not segment.is_large
 
     def _give_way(self) -> None:
         """There is no room: a file of which all is over is not kept for what waits."""
