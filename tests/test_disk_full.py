@@ -211,7 +211,7 @@ def test_requeued_item_that_is_over_is_not_dead_again(
     tmp_path: Path, ends: str, *, read: bool
 ) -> None:
     bench = FullBench(tmp_path, 50_000_000, min_free=0, attempts_max=1)
-    producer = with_a_dead_item(bench, payload=b"x" * 3_000)
+    producer = bench.producer_of_dead(payload=b"x" * 3_000)
     worker = bench.worker("gpu1", instance=2)
     producer.submit([100], Shape.of("m", "b"), payload=b"x" * 60_000)
     bench.tick(1.0)
