@@ -47,9 +47,8 @@ def test_numbers_may_have_gaps_where_the_producer_says_so() -> None:
     assert bench.status()["accepted_items"] == 3
 
 
-@pytest.mark.parametrize("policy", ["fifo", "lanes"])
-def test_what_a_crash_left_beyond_a_gap_is_not_taken_in_again(policy: str) -> None:
-    bench = Bench(policy=policy)
+def test_what_a_crash_left_beyond_a_gap_is_not_taken_in_again() -> None:
+    bench = Bench()
     producer = bench.producer()
     producer.submit([10], numbers=[2], after=0)
     bench.settle()
