@@ -27,7 +27,7 @@ BATCH_ITEMS_MAX, BATCH_TOKENS_MAX = 32, 65_536
 # No bound of the broker's may come before the backlog that is asked for.
 ITEMS_MAX, BYTES_MAX = 10**8, 10**13
 FILL_TIMEOUT_S = 1_800.0
-# Items that are completed before anything is counted.
+# Items that are completed before anything is counted, at most.
 WARM_ITEMS = 5_000
 LOADS = "zfabric.bench.loads"
 
@@ -86,7 +86,8 @@ def run(
                 )
                 for k in range(WORKERS)
             ]  # fmt: skip
-            wait_for("the first items", lambda: _completed(operator) >= WARM_ITEMS, FILL_TIMEOUT_S)
+            warm = min(WARM_ITEMS, case.backlog)
+            wait_for("the first items", lambda: _completed(operator) >= warm, FILL_TIMEOUT_S)
             figures = _measure(operator, broker, producer, workers, seconds)
             told = json.loads(stop(producer))
             for worker in workers:
