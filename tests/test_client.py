@@ -31,6 +31,7 @@ from zfabric.errors import (
     Refused,
     TimeoutExpired,
 )
+from zfabric.link import Link
 from zfabric.protocol import FROM_BROKER, Type, decode, encode
 from zfabric.results import Item, Result, Results
 from zfabric.shapes import Shape
@@ -281,6 +282,17 @@ def test_closed_client_says_so_and_open_futures_end() -> None:
             future.result(5)
         with pytest.raises(ConnectError, match="closed"):
             client.submit(items(1)[0])
+
+
+def test_a_signal_before_a_clients_thread_runs_is_what_its_maker_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def signalled(link: Link) -> None:
+        raise SystemExit(130)
+
+    monkeypatch.setattr(Link, "start", signalled)
+    with pytest.raises(SystemExit, match="130"):
+        Client("tcp://127.0.0.1:1", timeout_s=5.0)
 
 
 def test_drain_waits_and_gives_up_in_time() -> None:

@@ -83,9 +83,13 @@ class Link:
         self.wake()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread; at once when called from it."""
+        """Wait for the end of the thread, after `close`; at once when called from it."""
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+            try:
+                self._thread.join(timeout_s)
+            except RuntimeError:
+                # A signal came before it ran, or while it started: then it finds that it may go.
+                self._close_pipe()
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -114,8 +118,11 @@ class Link:
             socket.close(FAREWELL_MS)
             context.term()
             self._on_end()
-            self._wake_r.close()
-            self._wake_w.close()
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        self._wake_r.close()
+        self._wake_w.close()
 
     def _judge(self, handshakes: Handshakes) -> None:
         """Give up a connection that no further attempt can make."""

@@ -84,7 +84,7 @@ def _broker(shapes: int, lanes: int, figures: dict[str, Any]) -> Iterator[tuple[
     fabric.publish(time.monotonic())
     fabric.models["bench"].draining.choose(time.monotonic(), pending_items=0, intake_full=True)
     figures |= _making(broker)
-    thread = threading.Thread(target=broker.run, name="broker")
+    thread = threading.Thread(target=broker.run, name="broker", daemon=True)
     thread.start()
     try:
         yield broker, address
