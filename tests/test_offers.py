@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.disk import DiskBench
 from tests.harness import Bench, FakeProducer, FakeWorker
+from zfabric import offers
 from zfabric.errors import InvariantError
 from zfabric.shapes import Shape
 
@@ -140,6 +144,42 @@ def test_ragged_worker_is_not_touched_by_group_packing() -> None:
     assert list(message.columns["lengths"]) == [1_000, 800, 600]
     assert "pad_to" not in message.fields
     assert next(iter(bench.fabric.groups.values())).sweep_below is None
+
+
+@pytest.mark.parametrize("packing", ["tight", "strict", "group"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_batch_holds_no_more_payload_than_one_message_may(
+    packing: str, *, ragged: bool, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "BATCH_BYTES_MAX", 3_000)
+    bench = DiskBench(tmp_path, packing=packing) if on_disk else Bench(packing=packing)
+    producer = bench.producer("job")
+    worker = bench.worker("gpu0", batch=8, window=1, ragged=ragged)
+    producer.submit([100] * 4 + [500] * 3, payload=b"p" * 1_000)
+    producer.submit([100], payload=b"large" * 2_000)
+    producer.submit([100], payload=b"p" * 1_000)
+    bench.settle()
+    # What came back goes by the same rule.
+    assert bench.dispatch(1) == 1
+    worker.give_back(next(iter(worker.batches)), "leaving")
+    bench.settle()
+    worker.cut()
+    bench.tick()
+    worker = bench.worker("gpu1", batch=8, window=1, ragged=ragged)
+    bodies = []
+    while bench.dispatch(1):
+        ((_, message),) = worker.batches.items()
+        bodies.append(len(message.body))
+        if not ragged and packing != "strict":
+            assert message.fields["pad_to"] == -(-max(message.columns["lengths"]) // 8) * 8
+        bench.check()
+        finish(bench, worker)
+        worker.heartbeat()
+    assert sorted(producer.results) == list(range(1, 10))
+    # Three of 1,000 bytes at most, and the large one by itself.
+    assert sum(bodies) == 8_000 + 10_000
+    assert max(size for size in bodies if size != 10_000) == 3_000
 
 
 @pytest.mark.parametrize("packing", ["tight", "strict", "group"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zfabric.entries import Fresh
 from zfabric.errors import InvariantError, NoSpace
-from zfabric.queues import LaneQueue
+from zfabric.queues import LaneQueue, items_within
 from zfabric.segments import (
     LIVE,
     MEMORY_SEGMENT_ITEMS_MAX,
@@ -247,3 +247,15 @@ def test_store_equals_a_plain_model(script: list[tuple[str, int]]) -> None:
         assert store.items == len(gathered) + len(waiting) + len(out)
         assert all(store.is_waiting(r) for r in waiting)
         assert not any(store.is_waiting(r) for r in out)
+
+
+def test_items_within_so_many_bytes_are_counted_over_runs() -> None:
+    store, queue = make(*range(1, 13))
+    # Payloads of 2 bytes, and of 3 from the tenth on.
+    runs = store.runs(store.peek(queue, 12).refs)
+    assert [items_within(runs, size) for size in (0, 1, 2, 4, 19, 21, 27, 99)] == [
+        1, 1, 1, 2, 9, 10, 12, 12,
+    ]  # fmt: skip
+    (segment, _, _), *_ = runs
+    apart = [(segment, 5, 7), (segment, 0, 3)]
+    assert [items_within(apart, size) for size in (3, 5, 7, 9, 10)] == [1, 2, 3, 4, 5]

@@ -91,6 +91,10 @@ class FileSegment:
         """See Segment."""
         return self.file.run(first, stop)
 
+    def payload_bytes(self, first: int, stop: int) -> int:
+        """See Segment."""
+        return self.file.payload_bytes(first, stop)
+
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
         if self._oldest is None or self._oldest[0] != entry:
@@ -110,7 +114,7 @@ class FileSegment:
                 self._backing.owe_word(self.file, entry, DEAD_WORD)
         else:
             self._backing.owe_tombstones(self.file, range(first, stop))
-        return self.file.payload_bytes(first, stop)
+        return self.payload_bytes(first, stop)
 
     def count(self, word: int, tokens: int) -> None:
         """An entry ended, and not completed."""

@@ -28,12 +28,15 @@ from zfabric.packing import (
 from zfabric.peers import Worker
 from zfabric.pending import Batch
 from zfabric.protocol import Type, encode, packed
-from zfabric.queues import Columns, Take, refs_of
+from zfabric.queues import Columns, Take, items_within, refs_of
 from zfabric.shapes import Contract, Shape
 from zfabric.sweep import candidates, goes_on_below
 
 # Shapes that a worker's ideal hit ratio can tell apart, some 100 bytes each; beyond it is unknown.
 SIGNATURES_SEEN_MAX = 100_000
+# Payloads of one batch: it is in memory twice while it is sent, once for each batch that a worker
+# may have. A single payload may be larger.
+BATCH_BYTES_MAX = 64 * 1024**2
 
 
 @dataclass(slots=True)
@@ -137,13 +140,26 @@ class Offers:
         queue = group.queues[lane]
         take = store.peek(queue, contract.batch_items_max)
         if contract.ragged:
-            return ([take] if take.solo else self._pack_ragged(contract, group, now)), None, at
+            takes = [take] if take.solo else self._pack_ragged(contract, group, now)
+            return self._within(takes), None, at
         if packing == "strict" and not take.solo:
             longest = store.longest(queue)
             packed_batch = pack_strict(take.lengths, queue.ready_items, longest, contract)
-        else:
-            packed_batch = pack_tight(take.lengths, contract)
-        return [take.keep(packed_batch.count)], packed_batch, at
+            takes = self._within([take.keep(packed_batch.count)])
+            return takes, packed_batch._replace(count=len(takes[0])), at
+        takes = self._within([take.keep(pack_tight(take.lengths, contract).count)])
+        return takes, pack_tight(takes[0].lengths, contract), at
+
+    def _within(self, takes: list[Take]) -> list[Take]:
+        """As much of a batch as one message may hold."""
+        runs = self._fabric.store.runs
+        within = chain.from_iterable(chain(runs(take.returned), take.runs) for take in takes)
+        left, kept = items_within(within, BATCH_BYTES_MAX), []
+        for take in takes:
+            if left > 0:
+                kept.append(take.keep(min(left, len(take))))
+            left -= len(take)
+        return kept
 
     def _pack_group(
         self, contract: Contract, group: Group, lanes: Lanes, now: float
@@ -164,7 +180,10 @@ class Offers:
                     return
 
         taken, packed_batch = pack_group(lengths(), contract)
-        takes = [seen[lane][1].keep(count) for lane, count in taken]
+        takes = self._within([seen[lane][1].keep(count) for lane, count in taken])
+        lengths_kept = [length for take in takes for length in take.lengths]
+        if len(lengths_kept) < packed_batch.count:
+            packed_batch = pack_tight(lengths_kept, contract)
         if due:
             return takes, packed_batch, group.sweep_below
         last = takes[-1]

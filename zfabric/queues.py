@@ -52,6 +52,19 @@ def refs_of(runs: Iterable[SegmentRun]) -> list[int]:
     return refs
 
 
+def items_within(runs: Iterable[SegmentRun], bytes_max: int) -> int:
+    """How many entries of `runs`, from the first on, hold so many bytes of payload: at least 1."""
+    left, items = bytes_max, 0
+    for segment, first, stop in runs:
+        size = segment.payload_bytes(first, stop)
+        if size > left:
+            while (size := segment.payload_bytes(first, first + 1)) <= left:
+                left, items, first = left - size, items + 1, first + 1
+            return max(1, items)
+        left, items = left - size, items + stop - first
+    return items
+
+
 @dataclass(slots=True)
 class Take:
     """What a peek saw, in reading order: items that were given back, then runs of entries.

@@ -121,6 +121,9 @@ class Segment(Protocol):
     def run(self, first: int, stop: int) -> Run:
         """Neighbouring live entries. Raises StorageError where one cannot be read."""
 
+    def payload_bytes(self, first: int, stop: int) -> int:
+        """About what the payloads of neighbouring entries take."""
+
     def enqueued_s(self, entry: int) -> float | None:
         """When a live entry was appended, on the caller's clock; None where it cannot be read."""
 
@@ -324,13 +327,17 @@ class MemorySegment:
             payloads,
         )
 
+    def payload_bytes(self, first: int, stop: int) -> int:
+        """See Segment."""
+        return sum(len(payload) for payload in self.payloads[first:stop] if payload is not None)
+
     def enqueued_s(self, entry: int) -> float | None:
         """See Segment."""
         return (self.meta[META_WORDS * entry + 2] >> 8) / 1e6
 
     def tombstone(self, first: int, stop: int, *, dead: bool) -> int:
         """See Segment."""
-        size = sum(len(payload or b"") for payload in self.payloads[first:stop])
+        size = self.payload_bytes(first, stop)
         self.payloads[first:stop] = [None] * (stop - first)
         return size
 
