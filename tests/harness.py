@@ -266,7 +266,14 @@ class Bench:
 
     def producer_of_dead(self, items: int = 1, payload: bytes = b"p") -> FakeProducer:
         """A producer whose items were given up (with attempts_max 1); no worker is left."""
-        producer, worker = self.producer(), self.worker()
+        producer = self.producer()
+        self.die(producer, items, payload)
+        assert len(self.fabric.dead) == items
+        return producer
+
+    def die(self, producer: FakeProducer, items: int, payload: bytes) -> None:
+        """So many items of a producer are given up, at most a batch of them."""
+        worker = self.worker()
         producer.submit([100] * items, payload=payload)
         self.settle()
         self.dispatch()
@@ -275,8 +282,6 @@ class Bench:
         worker.give_back(key, "out_of_memory")
         self.settle()
         worker.cut()
-        assert len(self.fabric.dead) == items
-        return producer
 
     def to_broker(self, endpoint: str, routing_id: bytes, frames: list[bytes]) -> None:
         self.dispatcher.receive(endpoint, routing_id, frames, self.now)

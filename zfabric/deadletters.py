@@ -1,12 +1,12 @@
 """Dead letters: items that were given up, kept whole so that an operator can try them again.
 
-Bounded, oldest first out. Payloads are bytes, times seconds on the caller's clock. Decides nothing:
-the fabric says what dies, the operator what lives again.
+Bounded in number and in bytes, oldest first out. Times are seconds on the caller's clock. Decides
+nothing: the fabric says what dies, the operator what lives again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,11 @@ class DeadRecord:
     reason: str
     attempts: int
     at_s: float
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the memory, about."""
+        return len(self.payload) + len(self.reason)
 
     def fields(self, wall_offset_s: float) -> dict[str, Any]:
         """The record as the catalog keeps it; its time becomes that of the wall clock."""
@@ -68,11 +73,13 @@ class DeadRecord:
 class DeadLetters:
     """The records by id, in the order in which their items died; kept by the store's backing."""
 
-    def __init__(self, backing: Backing) -> None:
+    def __init__(self, backing: Backing, bytes_max: int) -> None:
         self._backing = backing
+        self._bytes_max = bytes_max
         self._records: OrderedDict[int, DeadRecord] = OrderedDict()
+        self._of: Counter[str] = Counter()
         self.next_id = 1
-        self.payload_bytes = 0
+        self.held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -87,22 +94,32 @@ class DeadLetters:
         """The record of that id, if there is one."""
         return self._records.get(record_id)
 
-    def add(self, record: DeadRecord, wall_offset_s: float) -> None:
-        """Keep a record."""
+    def add(self, record: DeadRecord, wall_offset_s: float) -> int:
+        """Keep a record, whatever its size; returns how many of the oldest had to go for it."""
         self.restore(record)
         self.next_id = record.id + 1
         self._backing.record(t="dead", **record.fields(wall_offset_s))
-        if len(self._records) > DEAD_RECORDS_MAX:
+        dropped = 0
+        while len(self) > DEAD_RECORDS_MAX or (self.held_bytes > self._bytes_max and len(self) > 1):
             self.drop(next(iter(self._records)))
+            dropped += 1
+        return dropped
 
     def restore(self, record: DeadRecord) -> None:
         """Enter a record that is kept already."""
         self._records[record.id] = record
-        self.payload_bytes += len(record.payload)
+        self._of[record.producer] += 1
+        self.held_bytes += record.held_bytes
 
     def drop(self, record_id: int) -> DeadRecord | None:
         """Forget a record for good; returns it, or None if there is none of that id."""
         return self._remove(record_id, self._backing.record)
+
+    def forget(self, producer: str) -> None:
+        """Forget all of a producer for good, as nobody is left to read what would come of it."""
+        if self._of[producer]:
+            for record_id in [r.id for r in self._records.values() if r.producer == producer]:
+                self.drop(record_id)
 
     def requeued(self, record_id: int) -> DeadRecord | None:
         """As `drop`, of one whose item goes round once more: kept until that item is durable."""
@@ -111,6 +128,9 @@ class DeadLetters:
     def _remove(self, record_id: int, keep: Callable[..., None]) -> DeadRecord | None:
         record = self._records.pop(record_id, None)
         if record is not None:
-            self.payload_bytes -= len(record.payload)
+            self.held_bytes -= record.held_bytes
+            self._of[record.producer] -= 1
+            if not self._of[record.producer]:
+                del self._of[record.producer]
             keep(t="undead", id=record_id)
         return record

@@ -24,7 +24,7 @@ class Known(NamedTuple):
 EVENTS = {
     "access_refused": Known(WARNING, "somebody's key, or what it asked for, was refused"),
     "broker_late": Known(WARNING, "the machine or a signal stopped the broker; deadlines moved"),
-    "dead_dropped": Known(INFO, "an operator forgot dead items for good"),
+    "dead_dropped": Known(INFO, "an operator forgot dead items, or they made room for others"),
     "dead_requeued": Known(INFO, "an operator sent dead items round once more"),
     "draining": Known(INFO, "the broker ends: nothing new is taken or handed out"),
     "engine_error": Known(WARNING, "an engine failed on a batch; what it started is charged"),

@@ -60,7 +60,7 @@ class Fabric:
         self.claims = Claims(store.backing.record)
         self.flow = Flow()
         self.waste = Waste()
-        self.dead = DeadLetters(store.backing)
+        self.dead = DeadLetters(store.backing, config.max_bytes // 2)
         self.retries: dict[int, int] = {}
         self.outbox_bytes = 0
         # producers that have results which did not go out yet
@@ -177,7 +177,8 @@ class Fabric:
             self.forget(producer)
 
     def forget(self, producer: Producer) -> None:
-        """Drop a producer's name, numbers and results; items of it that remain end unseen."""
+        """Drop a producer's name, numbers, results and dead records; its items end unseen."""
+        self.dead.forget(producer.name)
         self.outbox_bytes -= producer.outbox.payload_bytes
         self.producers[producer.index] = None
         self.store.backing.record(t="forget", i=producer.index)
@@ -192,7 +193,7 @@ class Fabric:
         nothing cannot shut out the others.
         """
         limit = self.config.max_bytes
-        unread = min(self.outbox_bytes + self.dead.payload_bytes, limit // 2)
+        unread = min(self.outbox_bytes + self.dead.held_bytes, limit // 2)
         return limit - unread - self.store.memory_bytes
 
     def full(self, now: float) -> str | None:
@@ -436,15 +437,15 @@ class Fabric:
     def bury(self, ref: int, reason: str, now: float) -> None:
         """An item has used up its attempts: a dead record, an error result, then the tombstone."""
         known = self.store.describe(ref)
-        producer = self.producers[known.producer]
-        name = producer.name if producer else "(forgotten)"
-        attempts = self.store.attempts.get(ref, 0)
-        # A requeued item is still the one that its producer numbered.
-        first = self.retries.get(known.number, known.number)
-        what = (self._shape_of(ref), known.length, known.payload)
-        record = DeadRecord(self.dead.next_id, name, first, *what, reason, attempts, now)
-        self.dead.add(record, self.wall_offset_s)
+        producer, attempts = self.producers[known.producer], self.store.attempts.get(ref, 0)
+        first = self.retries.get(known.number, known.number)  # as its producer numbered it
         text = f"given up after attempt {attempts}: {reason}"
+        name = "(forgotten)" if producer is None else producer.name
+        if producer is not None:  # or nobody could read what comes of another try
+            what = (name, first, self._shape_of(ref), known.length, known.payload)
+            record = DeadRecord(self.dead.next_id, *what, reason, attempts, now)
+            if dropped := self.dead.add(record, self.wall_offset_s):
+                self.event("dead_dropped", f"the oldest of them, {dropped}, to make room", now)
         self.end(ref, Status.DEAD, error_payload("dead", text), now)
         self.event("item_dead", f"{name} #{first} {text}", now, producer=name)
 

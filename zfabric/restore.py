@@ -64,7 +64,9 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     _count_over(fabric, ended)
     for record in known.dead.values():
         dead = DeadRecord.of(record, backing.wall_offset_s)
-        fabric.dead.restore(dead)
+        # Earlier releases kept those of producers that were forgotten.
+        if dead.producer in fabric.producer_index:
+            fabric.dead.restore(dead)
     for lost in found.quarantined:
         _tell(fabric, backing, lost, now)
 

@@ -93,7 +93,7 @@ def status(fabric: Fabric, now: float, found: Survey | None = None) -> dict[str,
 
 def held_bytes(fabric: Fabric) -> int:
     """Payload bytes in memory: items of a memory store, results, dead records."""
-    return fabric.store.memory_bytes + fabric.outbox_bytes + fabric.dead.payload_bytes
+    return fabric.store.memory_bytes + fabric.outbox_bytes + fabric.dead.held_bytes
 
 
 def recovery(found: Recovered) -> dict[str, Any]:
