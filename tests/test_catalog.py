@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zfabric import cataloglog
 from zfabric.catalog import Catalog, pack, pack_window, read
-from zfabric.errors import StorageError
+from zfabric.cataloglog import CatalogLog
+from zfabric.entryfiles import Descriptors
+from zfabric.errors import NoSpace, StorageError
+from zfabric.osfiles import OsFiles
 from zfabric.segment import FORMAT, NewerFormat
 
 small = st.integers(0, 5)
@@ -171,3 +178,142 @@ def test_numbers_above_a_hole_go_when_the_floor_has_passed_them() -> None:
     assert known.producers[0].above == {7, 9}
     known.take({"t": "floor", "i": 0, "upto": 7, "seq": 0})
     assert (known.producers[0].upto, known.producers[0].above) == (7, {9})
+
+
+# -- the log, while the broker works ---------------------------------------------------------------
+
+
+class Bench:
+    """A log of small thresholds in a directory, without a store."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cataloglog, "GROWN_BYTES", 10_000)
+        monkeypatch.setattr(cataloglog, "SLICE_BYTES", 1_000)
+        self.root = root
+        self.files = FullFiles(root)
+        self.catalog, _ = read(log([]))
+        self.log = CatalogLog(self.files, Descriptors(self.files, 4), self.catalog)
+        self.log.rewrite(())
+
+    def put(self, **record: Any) -> None:
+        self.catalog.take(record)
+        self.log.append([pack(record)])
+
+    def retire(self, count: int, *, gone: bool = True) -> None:
+        """So many files come to their end."""
+        for nonce in range(len(self.data), len(self.data) + count):
+            ended = {"items": 4, "tokens": 40, "dead_items": 0, "dead_tokens": 0}
+            self.put(t="retired", nonce=nonce, **ended)
+            if gone:
+                self.catalog.retired.discard(nonce)
+
+    def windows(self, count: int) -> None:
+        for _ in range(count):
+            self.log.upkeep()
+            window = object()
+            self.log.begun(window)
+            self.log.synced(window, on_device=True)
+
+    @property
+    def data(self) -> bytes:
+        return (self.root / cataloglog.CATALOG).read_bytes()
+
+    def check(self) -> None:
+        """What is on disk says what is known."""
+        found, end = read(self.data)
+        assert end == len(self.data) == self.log.end
+        assert found.retired >= self.catalog.retired
+        found.retired, known = set(), replace(self.catalog, retired=set())
+        assert found == known
+        assert not (self.root / "catalog.new").exists()
+
+
+class FullFiles(OsFiles):
+    """`full` is a word in the name of the file for which there is no room."""
+
+    full = ""
+
+    def write(self, path: Path, descriptor: int, pieces: Sequence[bytes], offset: int) -> int:
+        if self.full and self.full in path.name:
+            raise NoSpace(f"{path}: No space left on device")
+        return super().write(path, descriptor, pieces, offset)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_log_that_has_grown_is_written_anew_and_says_the_same(bench: Bench) -> None:
+    bench.put(t="producer", i=0, name="job")
+    bench.put(t="hole", nonce=2**40, hole=[0, 4, 4_096, 8_192], ended=[])
+    bench.retire(3, gone=False)
+    kept = set(bench.catalog.retired)
+    bench.retire(300)
+    grown = len(bench.data)
+    assert grown > 20_000
+    bench.windows(10)
+    # Half of it is read. What comes meanwhile, and before the sync, is in the new one, too.
+    bench.put(t="floor", i=0, upto=17, seq=5)
+    assert bench.log.end > grown
+    for _ in range(100):
+        bench.windows(1)
+        bench.put(t="window", n=9)
+        if len(bench.data) < grown:
+            break
+    bench.put(t="pause", model="m", paused=True)
+    bench.check()
+    assert len(bench.data) < 2_000
+    assert read(bench.data)[0].retired == {0, *kept}
+    bench.windows(100)
+    bench.check()
+
+
+def test_log_grows_by_a_ratio_before_it_is_written_anew(bench: Bench) -> None:
+    bench.put(t="dead", id=1, payload=b"x" * 30_000)
+    bench.windows(100)
+    # A record of many slices is read whole.
+    assert (bench.log.end, bench.log._due) == (len(bench.data), 4 * len(bench.data))
+    bench.retire(300)
+    before = bench.data
+    bench.windows(100)
+    assert bench.data == before
+    bench.retire(1_100)
+    bench.windows(300)
+    assert len(bench.data) < 32_000
+    bench.check()
+
+
+@pytest.mark.parametrize("when", [0, 25, 35])
+def test_log_without_room_for_a_new_one_stays_and_is_tried_again(bench: Bench, when: int) -> None:
+    bench.retire(200)
+    grown = len(bench.data)
+    bench.files.full = "" if when else ".new"
+    for _ in range(when):
+        bench.log.upkeep()
+    bench.files.full = ".new"
+    bench.put(t="producer", i=0, name="job")
+    bench.windows(100)
+    assert len(bench.data) > grown
+    bench.check()
+    bench.files.full = ""
+    bench.windows(100)
+    assert len(bench.data) > grown, "not before it has grown once more"
+    bench.retire(200)
+    bench.windows(100)
+    assert len(bench.data) < 2_000
+    bench.check()
+
+
+def test_damage_in_the_log_is_left_for_a_start_to_report(bench: Bench) -> None:
+    bench.retire(200)
+    path = bench.root / cataloglog.CATALOG
+    data = bytearray(path.read_bytes())
+    data[5_000] ^= 1
+    path.write_bytes(data)
+    bench.windows(200)
+    assert path.read_bytes() == data
+    with pytest.raises(StorageError):
+        read(path.read_bytes() + pack_window(3) * 2)
+    bench.retire(1)
+    assert len(path.read_bytes()) > len(data)

@@ -24,6 +24,7 @@ import pytest
 from tests.disk import DiskBench
 from tests.faultfiles import Crash, Fault, FaultFiles, Image
 from tests.harness import PATIENCE_TURNS, Bench, FakeProducer, FakeWorker
+from zfabric.cataloglog import CATALOG
 from zfabric.errors import NoSpace, StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
@@ -463,6 +464,49 @@ def test_crash_while_what_came_in_is_written_in_many_turns(
     for at in points(len(run.faults.ops)):
         image = run.faults.killed(at) if how == "killed" else run.faults.unplugged(at, how)
         go_on(image, run.known[at], tmp_path / f"at{at}", "fsync", old_worker=False)
+
+
+@pytest.fixture
+def log_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog's log is written anew again and again, some at a time."""
+    monkeypatch.setattr("zfabric.cataloglog.GROWN_BYTES", 200)
+    monkeypatch.setattr("zfabric.cataloglog.GROWN_RATIO", 1)
+    monkeypatch.setattr("zfabric.cataloglog.SLICE_BYTES", 500)
+    begin = FileBacking.begin
+
+    def begin_after_upkeep(backing: FileBacking, *args: Any, **more: Any) -> Any:
+        backing.log.upkeep()
+        window = begin(backing, *args, **more)
+        backing.log.upkeep()
+        return window
+
+    monkeypatch.setattr(FileBacking, "begin", begin_after_upkeep)
+
+
+@pytest.mark.usefixtures("log_anew")
+@pytest.mark.parametrize("how", ["killed", "killed-os", "dropped", "kept", "torn"])
+def test_crash_while_the_log_is_written_anew(tmp_path: Path, how: str) -> None:
+    durability = "os" if how == "killed-os" else "fsync"
+    run = Recording(tmp_path / "run", durability)
+    anew = [at for at, op in enumerate(run.faults.ops) if op.to == CATALOG]
+    assert len(anew) >= 4
+    near = {max(0, at + k) for at in anew for k in range(-4, 5)}
+    for at in sorted({*near, *points(len(run.faults.ops))} - {len(run.faults.ops) + 1}):
+        killed = how.startswith("killed")
+        image = run.faults.killed(at) if killed else run.faults.unplugged(at, how, at)
+        go_on(image, run.known[at], tmp_path / f"at{at}", durability, old_worker=at % 2 == 0)
+
+
+@pytest.mark.usefixtures("log_anew")
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_fault_while_the_log_is_written_anew_loses_nothing(tmp_path: Path, code: int) -> None:
+    calls = Recording(tmp_path / "run", "fsync").faults.calls
+    for at in range(0, calls, 1 if ALL_POINTS else 29):
+        kinds = frozenset({"write"}) if code == errno.ENOSPC else CHANGES
+        fault = Fault(at, code, 1, kinds)
+        run = Recording(tmp_path / f"run{at}", "fsync", fault=fault)
+        image = run.faults.killed(len(run.faults.ops))
+        go_on(image, run.known[-1], tmp_path / f"on{at}", "fsync", old_worker=False)
 
 
 def test_item_that_waited_windows_to_be_written_is_torn_not_damaged(

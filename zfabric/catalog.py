@@ -205,6 +205,20 @@ def read(data: bytes) -> tuple[Catalog, int]:
     later release's.
     """
     catalog = Catalog()
+    position, count, wanted = enter(catalog, data)
+    if count < wanted:
+        raise StorageError(f"damaged at byte {position}, in record {count + 1} of {wanted}")
+    if _window_behind(data, position):
+        raise StorageError(f"damaged at byte {position}, with whole records behind")
+    return catalog, position
+
+
+def enter(catalog: Catalog, data: bytes) -> tuple[int, int, int]:
+    """Enter the whole records that `data` begins with: (their bytes, how many, how many at least).
+
+    The last is what the store's record says, among them. Raises StorageError where one makes no
+    sense, NewerFormat for a later release's.
+    """
     position = count = 0
     wanted = 1
     while (body := _body(data, position)) is not None:
@@ -216,11 +230,7 @@ def read(data: bytes) -> tuple[Catalog, int]:
             raise StorageError(f"the record at byte {position} makes no sense: {error!r}") from None
         position += _PREFIX.size + len(body)
         count += 1
-    if count < wanted:
-        raise StorageError(f"damaged at byte {position}, in record {count + 1} of {wanted}")
-    if _window_behind(data, position):
-        raise StorageError(f"damaged at byte {position}, with whole records behind")
-    return catalog, position
+    return position, count, wanted
 
 
 def salvage(data: bytes) -> Catalog:

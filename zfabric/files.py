@@ -33,6 +33,7 @@ from urllib.parse import quote
 import xxhash
 
 from zfabric import catalog as catalogs
+from zfabric.cataloglog import CatalogLog
 from zfabric.diskroom import DiskRoom
 from zfabric.entries import Fresh
 from zfabric.entryfiles import Descriptors, SegmentFile
@@ -48,13 +49,7 @@ from zfabric.segments import LIVE, Segment, Window
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
 
-CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
-    "catalog.log",
-    "lock",
-    "segments",
-    "outbox",
-    "quarantine",
-)
+LOCK, SEGMENTS, OUTBOX, QUARANTINE = "lock", "segments", "outbox", "quarantine"
 # Empty directories are looked for this often, so many at a time, some 50 us each.
 SWEEP_S, SWEPT_MAX = 5.0, 1_000
 # Windows of an orderly end: results, their tombstones, the records of files, their end; and some.
@@ -116,9 +111,9 @@ class FileBacking:
         self._open_window = Window()
         # what partial windows may not do, for the next whole one
         self._put_off = Window()
-        self._log: list[bytes] = []
-        self._log_path = files.root / CATALOG
-        self._log_end = 0
+        self.log = CatalogLog(files, self.descriptors, catalog)
+        # records that are not written yet
+        self._records: list[bytes] = []
         self.results: dict[int, deque[ResultFile]] = {}
         # those of them, by nonce, of which not all is written yet
         self._unwritten: dict[int, ResultFile] = {}
@@ -228,29 +223,12 @@ class FileBacking:
         if fields["t"] == "forget":
             self._open_window.finished += self.results.pop(fields["i"], ())
         self.catalog.take(fields)
-        self._log.append(catalogs.pack(fields))
+        self._records.append(catalogs.pack(fields))
 
     def record_later(self, **fields: Any) -> None:
         """Add a record to the catalog when this window, and all that waits, is durable."""
         self.catalog.take(fields)
         self._open_window.later.append(fields)
-
-    def rewrite_catalog(self, nonces: Iterable[int]) -> None:
-        """Replace the log by one that says the same in few records. Not while a window is open."""
-        fresh = self._log_path.with_suffix(".new")
-        self.descriptors.forget(CATALOG)
-        self.files.unlink(fresh)
-        self.catalog.window = self.window
-        descriptor = self.files.open(fresh, create=True)
-        records = self.catalog.records(nonces)
-        try:
-            pieces = [catalogs.pack(record) for record in records]
-            self._log_end = self.files.write(fresh, descriptor, pieces, 0)
-        finally:
-            self.files.close(descriptor)
-        self.files.sync_all()
-        self.files.rename(fresh, self._log_path)
-        self.files.sync_all()
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -284,6 +262,7 @@ class FileBacking:
 
     def upkeep(self, now: float) -> None:
         """See Backing."""
+        self.log.upkeep()
         self._open_window.holes += self.pins.due(now)
         if now >= self._next_sweep_s:
             self._next_sweep_s = now + SWEEP_S
@@ -304,20 +283,15 @@ class FileBacking:
             kept.file.append(kept.fresh)
             kept.fresh = []
             del self._unwritten[nonce]
-        if self._log:
+        if self._records:
             mark = [catalogs.pack_window(self.window)] if self.durability == "fsync" else []
-            self._append_log(mark + self._log)
-            self._log = []
-
-    def _append_log(self, records: list[bytes]) -> None:
-        path, descriptor = self.descriptors.get(CATALOG, lambda: self._log_path)
-        self._log_end = self.files.write(path, descriptor, records, self._log_end)
-        self.dirty = True
+            self.log.append(mark + self._records)
+            self._records, self.dirty = [], True
 
     @property
     def has_work(self) -> bool:
         """Whether a window would do anything."""
-        return bool(self.dirty or self._log or self._open_window.owes or self._unwritten)
+        return bool(self.dirty or self._records or self._open_window.owes or self._unwritten)
 
     def begin(self, floors: dict[int, tuple[int, int]], *, partial: bool = False) -> Window:
         """Close the window: it is written, and what it owes is due when its sync is over.
@@ -340,6 +314,7 @@ class FileBacking:
         if self.durability == "fsync" and not partial:
             # What is left carries this number, and must not look older than what is safe.
             self.window += 1
+        self.log.begun(window)
         return window
 
     def end(self, window: Window) -> None:
@@ -347,6 +322,7 @@ class FileBacking:
 
         What finds no room (the first state word in a page takes some) is left to the next window.
         """
+        self.log.synced(window, on_device=self.durability == "fsync")
         for owner, floor in window.floors.items():
             before = self._floors.get(owner, (0, 0))
             self._floors[owner] = (max(before[0], floor[0]), max(before[1], floor[1]))
@@ -376,17 +352,18 @@ class FileBacking:
             self._record_holes(segment, holes, following)
         for segment in window.retired:
             self._record_retired(segment)
-        self._log += [catalogs.pack(fields) for fields in window.later]
+        self._records += [catalogs.pack(fields) for fields in window.later]
         self.syncs += 1
 
     def _mark(self, window: Window) -> None:
         """Unlink and mark what is over; what is done is no longer in the window."""
+        gone = []
         while window.unlink:
             # The oldest first: results are in sequence, and a gap in it would look like a loss.
             file = window.unlink[0]
             path = file.path()
             self.files.unlink(path)
-            del window.unlink[0]
+            gone.append(window.unlink.pop(0).header.nonce)
             if (descriptor := self.descriptors.take(file.header.nonce)) is not None:
                 (self.files.let_go or self.files.close)(descriptor)
             self.left[path.parent] = None
@@ -394,6 +371,7 @@ class FileBacking:
             file, begin, end = window.punches.pop()
             if file.header.nonce not in self.catalog.retired:
                 file.punch(begin, end)
+        self.catalog.retired.difference_update(gone)
         for nonce, (file, places) in list(window.tombstones.items()):
             file.write_tombstones(places)
             del window.tombstones[nonce]
@@ -466,6 +444,7 @@ class FileBacking:
         # Holes must wait for whole windows, and there may be none any more.
         self._open_window.holes.clear()
         self._put_off.holes.clear()
+        self.log.abandon()
         partial = unwritten or bool(self._owed_floors)
         if partial:
             # A requeued item may not be there; a restart drops the record of one that is.
@@ -481,7 +460,7 @@ class FileBacking:
             self.sync()
             return
         self.window += 1
-        self._append_log([catalogs.pack_window(self.window)])
+        self.log.append([catalogs.pack_window(self.window)])
         self.sync()
 
     def sync(self) -> None:
@@ -490,6 +469,7 @@ class FileBacking:
 
     def close(self) -> None:
         """Close every descriptor; the directory may have another broker then."""
+        self.log.close()
         self.descriptors.close()
         self.files.release()
         if self._lock is not None:

@@ -21,17 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from zfabric import catalog as catalogs
+from zfabric.cataloglog import CATALOG
 from zfabric.entryfiles import SegmentFile
 from zfabric.errors import NoSpace, StorageError
-from zfabric.files import (
-    CATALOG,
-    LOCK,
-    OUTBOX,
-    QUARANTINE,
-    SEGMENTS,
-    FileBacking,
-    ResultFile,
-)
+from zfabric.files import LOCK, OUTBOX, QUARANTINE, SEGMENTS, FileBacking, ResultFile
 from zfabric.judging import FoundProducer, FoundSegment, Judge, Lost, Recovered
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import BROKER_NUMBERS_FROM, NUMBER_MAX
@@ -273,7 +266,8 @@ class _Recovery:
         while self._changes:
             self._changes[0]()
             self._changes.popleft()
-        backing.rewrite_catalog(segment.header.nonce for segment in self.found.segments)
+        backing.catalog.window = backing.window
+        backing.log.rewrite(segment.header.nonce for segment in self.found.segments)
         while self._words:
             self._words[0]()
             self._words.popleft()

@@ -81,7 +81,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check every file; 1 where something is damaged."""
-    from zfabric.files import CATALOG
+    from zfabric.cataloglog import CATALOG
 
     problems: list[dict[str, Any]] = []
     reason, _ = _catalog(args.directory)
@@ -107,7 +107,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def _catalog(directory: Path) -> tuple[str | None, dict[int, list[Hole]]]:
     """(what is wrong with the catalog, the holes that it tells of)."""
     from zfabric import catalog
-    from zfabric.files import CATALOG
+    from zfabric.cataloglog import CATALOG
     from zfabric.pins import Hole
 
     if not directory.is_dir():
