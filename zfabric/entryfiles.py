@@ -25,7 +25,7 @@ from zfabric.entries import (
     scan,
     unpack_run,
 )
-from zfabric.errors import InvariantError, StorageError
+from zfabric.errors import InvariantError, NoSpace, StorageError
 from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
     HEADER_BYTES,
@@ -152,7 +152,12 @@ class SegmentFile:
         begin = self.end
         pieces, offsets, end = pack_entries(header, begin, place, backing.window, rows)
         path, descriptor = self._opened()
-        backing.files.write(path, descriptor, pieces, begin)
+        try:
+            backing.files.write(path, descriptor, pieces, begin)
+        except NoSpace:
+            # Some are whole: a restart would find them here and where they are stored after all.
+            backing.files.truncate(path, descriptor, begin if place else HEADER_BYTES)
+            raise
         self.offsets.extend(offsets)
         self.end = end
         backing.dirty = True
