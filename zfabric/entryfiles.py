@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 # A new file is looked for, made with its directory, opened, and gets a header; measured here, that
 # costs as much as eight writes of an item.
 NEW_FILE_CALLS = 8
+# A file gets no entry behind this. Where entries begin is kept in 32 bits, in units of 8 bytes, and
+# a start reads a file whole.
+FILE_BYTES_MAX = 1024**3
 
 
 class Opened(NamedTuple):
@@ -128,6 +131,11 @@ class SegmentFile:
         self.offsets = array("I") if offsets is None else offsets
         # where the next entry will be; 0 while there is no file
         self.end = end
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its bytes are enough: nothing more is stored in it then."""
+        return self.end >= FILE_BYTES_MAX
 
     def path(self) -> Path:
         """Where it lies."""

@@ -48,13 +48,8 @@ from zfabric.segments import LIVE, Segment, Window
 if TYPE_CHECKING:
     from zfabric.queues import LaneQueue
 
-CATALOG, LOCK, SEGMENTS, OUTBOX, QUARANTINE = (
-    "catalog.log",
-    "lock",
-    "segments",
-    "outbox",
-    "quarantine",
-)
+CATALOG, LOCK = "catalog.log", "lock"
+SEGMENTS, OUTBOX, QUARANTINE = "segments", "outbox", "quarantine"
 # Empty directories are looked for this often, so many at a time, some 50 us each.
 SWEEP_S, SWEPT_MAX = 5.0, 1_000
 # Windows of an orderly end: results, their tombstones, the records of files, their end; and some.
@@ -92,6 +87,11 @@ class ResultFile:
 
     def __len__(self) -> int:
         return len(self.file.offsets) + len(self.fresh)
+
+    @property
+    def room(self) -> int:
+        """How many more results it takes."""
+        return 0 if self.file.is_large else self.file.header.capacity - len(self)
 
 
 class FileBacking:
@@ -196,12 +196,12 @@ class FileBacking:
             for n, (number, status, payload, retry_of, gap) in enumerate(results, seq)
         ]
         while rows:
-            if seq != following or len(files[-1]) >= files[-1].file.header.capacity:
+            if seq != following or files[-1].room <= 0:
                 capacity, nonce = self.segment_items_max, secrets.randbits(64)
                 header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
                 files.append(ResultFile(SegmentFile(self, header), seq))
             last = files[-1]
-            room = last.file.header.capacity - len(last)
+            room = last.room
             last.fresh += rows[:room]
             self._unwritten[last.file.header.nonce] = last
             del rows[:room]
