@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.disk import DiskBench
 from tests.harness import FakeProducer
 from tests.test_recovery import again, run_all
+from zfabric.entries import ENTRY_HEADER_BYTES
 from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
 from zfabric.pins import Hole
@@ -61,6 +64,27 @@ class NoNewPages(NoInodes):
         if not self.takes_pages and HEADER_BYTES <= offset < HEADER_BYTES + STATE_BYTES * CAPACITY:
             raise NoSpace(f"{path}: No space left on device")
         return super().write(path, descriptor, pieces, offset)
+
+
+class TakesSome(OsFiles):
+    """A disk that takes no more than `room` bytes, and as many of a write as still fit."""
+
+    room: int | None = None
+
+    def _write_some(
+        self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int
+    ) -> int:
+        data = b"".join(pieces)
+        if self.room is None or offset + len(data) <= os.fstat(descriptor).st_size:
+            return super()._write_some(descriptor, pieces, offset)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super()._write_some(descriptor, [data[: self.room]], offset)
+        self.room -= written
+        return written
+
+    def reserve(self, path: Path, size: int) -> None:
+        """None here: the test is about a write that ends half way."""
 
 
 class FullBench(DiskBench):
@@ -177,6 +201,36 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     bench.crash()
     again(bench, producer)
     assert producer.upto == 20
+    bench.check()
+
+
+def test_half_a_write_that_met_the_end_of_the_disk_is_not_found_again(tmp_path: Path) -> None:
+    disk = TakesSome(tmp_path)
+
+    class Halfway(DiskBench):
+        def files(self) -> OsFiles:
+            return disk
+
+    bench = Halfway(tmp_path)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100] * 4)
+    bench.settle()
+    bench.dispatch()
+    disk.room = 3 * ENTRY_HEADER_BYTES + 30
+    producer.submit([100] * 4, payload=b"12345678")
+    for key in list(worker.batches):
+        worker.done(key)
+    # The file of what is done gives way, and the rest is stored in another when there is room.
+    bench.dispatcher.flush(bench.now)
+    assert bench.fabric.store.no_space
+    disk.room = None
+    bench.now += 1.0
+    bench.dispatcher.flush(bench.now)
+    assert not bench.fabric.store.unwritten
+    bench.crash()
+    again(bench, producer)
+    run_all(bench, bench.worker())
+    assert producer.results == {n: [Status.OK] for n in range(1, 9)}
     bench.check()
 
 

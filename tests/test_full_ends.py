@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import zfabric.files as files
 from tests.disk import DiskBench
-from tests.faultfiles import FaultFiles
+from tests.faultfiles import Fault, FaultFiles
 from tests.harness import FakeProducer, FakeWorker
 from tests.test_disk_full import FullBench, SmallDisk
 from tests.test_recovery import again
@@ -110,7 +111,7 @@ def test_numbers_that_found_no_room_are_not_told_as_lost_after_an_end_in_order(
     bench.check()
 
 
-def test_entry_that_a_full_disk_tore_is_no_damage_after_an_end_in_order(tmp_path: Path) -> None:
+def test_write_that_a_full_disk_tore_is_no_damage_after_an_end_in_order(tmp_path: Path) -> None:
     bench = OddBench(tmp_path)
     producer = bench.producer()
     producer.submit([100] * 4, payload=b"x" * 2_000)
@@ -123,7 +124,7 @@ def test_entry_that_a_full_disk_tore_is_no_damage_after_an_end_in_order(tmp_path
     bench.crash()
     assert not bench.found.quarantined
     again(bench, producer)
-    assert producer.upto == 6 and not producer.results, "two entries are whole, the third is torn"
+    assert producer.upto == 4 and not producer.results, "what was written in part was taken back"
     bench.check()
 
 
@@ -238,3 +239,50 @@ def finish_all(bench: DiskBench, producer: FakeProducer, worker: FakeWorker) -> 
         finish(bench, worker, 1)
         bench.settle()
     assert set(map(tuple, producer.results.values())) == {(Status.OK,)}
+
+
+def test_files_of_results_go_oldest_first_although_their_words_found_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.FileBacking, "segment_items_max", 2)
+    disk = FaultFiles(tmp_path / "run")
+
+    class Bench(DiskBench):
+        def files(self) -> OsFiles:
+            return disk
+
+    bench = Bench(disk.root)
+    producer, worker = bench.producer(), bench.worker(batch=2)
+    for _ in range(3):
+        producer.submit([100] * 2)
+        bench.settle()
+        bench.tick(0.3)
+        bench.dispatch()
+        for key in list(worker.batches):
+            worker.done(key)
+        bench.settle()
+        worker.heartbeat()
+    producer.send(Type.RESULT_ACK, {"upto": 2})
+    bench.dispatcher.flush(bench.now)
+    # The second file is read while the sync runs after which the first one's words find no room.
+    producer.send(Type.RESULT_ACK, {"upto": 4})
+    disk.fault = Fault(0, errno.ENOSPC, 1, frozenset({"write"}))
+    bench.backing.sync()
+    bench.dispatcher.synced()
+    first = len(disk.ops)
+    for _ in range(4):
+        bench.tick(0.3)
+    bench.backing.close()
+    gone = [
+        at
+        for at, op in enumerate(disk.ops)
+        if at >= first and op.kind == "unlink" and op.path.startswith("outbox")
+    ]
+    assert len(gone) == 2
+    disk.killed(gone[1]).put(tmp_path / "killed")
+    found = DiskBench(tmp_path / "killed")
+    heir = FakeProducer(found, "job", 1)
+    heir.hello()
+    found.settle()
+    assert heir.results == {5: [Status.OK], 6: [Status.OK]}
+    found.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,14 @@ from tests.faultfiles import FaultFiles
 from tests.harness import FakeProducer, FakeWorker
 from zfabric import pins
 from zfabric.cli import main
+from zfabric.entries import ALIGN, pack_entries
+from zfabric.files import place_of
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import Status
+from zfabric.scanning import scan_file
+from zfabric.segment import ITEMS as ITEMS_KIND
+from zfabric.segment import STATE_BYTES, Header, pack_header
+from zfabric.shapes import Shape
 
 ITEMS = 24
 SIZE = 32_768
@@ -169,3 +176,29 @@ def test_segment_that_was_over_at_a_start_is_not_looked_at_again(tmp_path: Path)
     bench.settle()
     assert producer.results == {n: [Status.OK] for n in range(1, ITEMS + 1)}
     bench.check()
+
+
+def test_file_with_holes_is_copied_once_however_many_it_has() -> None:
+    class Counted(bytes):
+        """Bytes that know how many of them were copied."""
+
+        copied = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            taken = super().__getitem__(key)
+            if isinstance(taken, bytes):
+                Counted.copied += len(taken)
+            return taken
+
+    shape = Shape.of("m", "a")
+    header = Header(5, ITEMS_KIND, "m", shape.signature, 0, shape.components, shape.tokens)
+    rows = [(100, 0, number, 1, 10, 100, 0, bytes(SIZE)) for number in range(1, 65)]
+    pieces, offsets, end = pack_entries(header, header.data_offset, 0, 1, rows)
+    words = bytes(STATE_BYTES * header.capacity)
+    data = Counted(b"".join((pack_header(header), words, *pieces)))
+    begins = [header.data_offset + ALIGN * units for units in offsets]
+    records = [{"hole": [k, k + 1, begins[k], begins[k + 1]], "ended": []} for k in range(0, 64, 2)]
+    path = Path(place_of(header))
+    found = scan_file(path, ITEMS_KIND, data, lambda _: path, lambda _: records)
+    assert (found.places, found.end, len(found.holes)) == (64, end, 32)
+    assert Counted.copied < 2 * len(data)

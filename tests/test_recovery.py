@@ -635,7 +635,7 @@ def test_file_of_large_items_ends_where_a_place_can_still_be_told(tmp_path: Path
 
 
 def test_large_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zfabric.filesegment.FILE_BYTES_MAX", 50_000)
+    monkeypatch.setattr("zfabric.entryfiles.FILE_BYTES_MAX", 50_000)
     bench = DiskBench(tmp_path)
     producer, worker = bench.producer(), bench.worker(batch=2)
     for _ in range(20):
@@ -657,3 +657,31 @@ def test_large_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         bench.tick(1.0)
     assert producer.results == {n: [Status.OK] for n in range(1, 41)}
     assert not list((tmp_path / "segments").rglob("*.seg"))
+
+
+def test_results_that_are_read_slowly_leave_no_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfabric.entryfiles.FILE_BYTES_MAX", 50_000)
+    bench = DiskBench(tmp_path)
+    producer, worker = bench.producer(), bench.worker(batch=1)
+    for _ in range(20):
+        producer.submit([100])
+        bench.settle()
+        bench.tick(0.3)
+        bench.dispatch(1)
+        for key in list(worker.batches):
+            worker.done(key, payload=b"x" * 8_000)
+        bench.settle()
+        worker.heartbeat()
+        # One is always unread, so that its file stays.
+        producer.send(Type.RESULT_ACK, {"upto": producer.seq - 1})
+        bench.settle()
+    files = [path.stat().st_size for path in (tmp_path / "outbox").rglob("*.seg")]
+    assert max(files) < 60_000
+    bench.crash()
+    heir = FakeProducer(bench, "job", 1)
+    heir.hello()
+    bench.settle()
+    assert heir.results == {20: [Status.OK]}
+    bench.check()

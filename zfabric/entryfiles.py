@@ -25,7 +25,7 @@ from zfabric.entries import (
     scan,
     unpack_run,
 )
-from zfabric.errors import InvariantError, StorageError
+from zfabric.errors import InvariantError, NoSpace, StorageError
 from zfabric.osfiles import NoDescriptors, OsFiles
 from zfabric.segment import (
     HEADER_BYTES,
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 # A new file is looked for, made with its directory, opened, and gets a header; measured here, that
 # costs as much as eight writes of an item.
 NEW_FILE_CALLS = 8
+# A file gets no entry behind this. Where entries begin is kept in 32 bits, in units of 8 bytes, and
+# a start reads a file whole.
+FILE_BYTES_MAX = 1024**3
 
 
 class Opened(NamedTuple):
@@ -129,6 +132,11 @@ class SegmentFile:
         # where the next entry will be; 0 while there is no file
         self.end = end
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its bytes are enough: nothing more is stored in it then."""
+        return self.end >= FILE_BYTES_MAX
+
     def path(self) -> Path:
         """Where it lies."""
         return self._backing.path_of(self.header)
@@ -152,7 +160,12 @@ class SegmentFile:
         begin = self.end
         pieces, offsets, end = pack_entries(header, begin, place, backing.window, rows)
         path, descriptor = self._opened()
-        backing.files.write(path, descriptor, pieces, begin)
+        try:
+            backing.files.write(path, descriptor, pieces, begin)
+        except NoSpace:
+            # Some are whole: a restart would find them here and where they are stored after all.
+            backing.files.truncate(path, descriptor, begin if place else HEADER_BYTES)
+            raise
         self.offsets.extend(offsets)
         self.end = end
         backing.dirty = True

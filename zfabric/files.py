@@ -88,6 +88,11 @@ class ResultFile:
     def __len__(self) -> int:
         return len(self.file.offsets) + len(self.fresh)
 
+    @property
+    def room(self) -> int:
+        """How many more results it takes."""
+        return 0 if self.file.is_large else self.file.header.capacity - len(self)
+
 
 class FileBacking:
     """Segments in a directory. Make it with `zfabric.recovery.open_store`."""
@@ -191,12 +196,12 @@ class FileBacking:
             for n, (number, status, payload, retry_of, gap) in enumerate(results, seq)
         ]
         while rows:
-            if seq != following or len(files[-1]) >= files[-1].file.header.capacity:
+            if seq != following or files[-1].room <= 0:
                 capacity, nonce = self.segment_items_max, secrets.randbits(64)
                 header = Header(nonce, RESULTS, "", 0, owner, (), (), capacity, time.time())
                 files.append(ResultFile(SegmentFile(self, header), seq))
             last = files[-1]
-            room = last.file.header.capacity - len(last)
+            room = last.room
             last.fresh += rows[:room]
             self._unwritten[last.file.header.nonce] = last
             del rows[:room]

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from zfabric.files import FileBacking
     from zfabric.queues import LaneQueue
 
-# A file gets no entry behind this. Where entries begin is kept in 32 bits, in units of 8 bytes, and
-# a start reads a file whole.
-FILE_BYTES_MAX = 1024**3
-
 
 class FileSegment:
     """A lane's segment on disk: cursors here, bytes in its file."""
@@ -79,7 +75,7 @@ class FileSegment:
     @property
     def is_large(self) -> bool:
         """See Segment."""
-        return self.file.end >= FILE_BYTES_MAX
+        return self.file.is_large
 
     def read(self, entry: int) -> Row:
         """See Segment."""

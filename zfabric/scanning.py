@@ -167,8 +167,9 @@ def scan_file(
     found.ended = [(w, items, tokens) for r in records for w, items, tokens in r["ended"]]
     found.end = base = header.data_offset
     holes = sorted(Hole(*r["hole"]) for r in records)
+    entries = data[base:]
     for (start, stop), hole in zip_longest(around(holes, base), holes):
-        _read_entries(found, data[base:], start, stop)
+        _read_entries(found, entries, start, stop)
         if hole is not None:
             found.skip(hole)
     return found

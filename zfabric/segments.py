@@ -171,7 +171,7 @@ class Window:
     partial: bool = False
 
     def absorb(self, other: Window) -> None:
-        """Owe what `other` owes, too."""
+        """Owe what `other`, which is older, owes too."""
         for nonce, (file, places) in other.tombstones.items():
             self.tombstones.setdefault(nonce, (file, []))[1].extend(places)
         self.words += other.words
@@ -179,8 +179,9 @@ class Window:
         self.retired += other.retired
         self.holes += other.holes
         self.punches += other.punches
-        self.finished += other.finished
-        self.unlink += other.unlink
+        # In sequence: a file of results that is gone before an older one looks like a loss.
+        self.finished[:0] = other.finished
+        self.unlink[:0] = other.unlink
         self.later += other.later
 
     @property
