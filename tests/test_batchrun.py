@@ -32,9 +32,11 @@ from tests.running import (
     until,
     write_batch,
 )
+from zfabric import batchrun, batchwatch
 from zfabric.batchrows import too_long_body, usage_of
 from zfabric.batchrun import run_batch
 from zfabric.batchwatch import Gone, Meter, Watch
+from zfabric.engine import Result as EngineResult
 from zfabric.errors import ConfigError, ConnectError, TimeoutExpired
 from zfabric.shapes import Contract
 from zfabric_workers.sim import SimEngine
@@ -42,6 +44,16 @@ from zfabric_workers.sim import SimEngine
 pytestmark = pytest.mark.e2e
 
 MODEL_OF = {CHAT: ChatCompletion, COMPLETIONS: Completion, EMBEDDINGS: CreateEmbeddingResponse}
+
+
+class Wide(EchoEngine):
+    """Answers JSON with so much room behind it that few answers fill a message."""
+
+    def run(self, batch):
+        from zfabric_workers.sim import answer
+
+        answers = [answer(payload, "m") for payload in batch.payloads]
+        return [EngineResult.ok(each.payload + b" " * 20_000) for each in answers]
 
 
 class DiesOnce(EchoEngine):
@@ -203,6 +215,64 @@ def test_a_stopped_run_leaves_its_work_at_the_broker_and_adopts_it(tmp_path):
     assert second.job == first.job
     assert status["accepted_items"] == 400
     assert len(set(ids_of(tmp_path / "out.jsonl"))) == 400
+
+
+def answered_before_the_resume(tmp_path, broker, rows):
+    """A run that was stopped when all was taken; then all was answered, the last lines first."""
+    source, stop = write_batch(tmp_path / "in.jsonl", rows), threading.Event()
+    arguments = (source, tmp_path / "out.jsonl")
+    options = {"broker": broker.address, "stop": stop}
+    thread = threading.Thread(target=run_batch, args=arguments, kwargs=options)
+    thread.start()
+    with operating(broker.address) as client:
+        until(lambda: client.stats()["ready_items"] == len(rows))
+    stop.set()
+    thread.join(PATIENCE_S)
+    late = sum(row["body"]["model"] == "n" for row in rows)
+    with serving(Wide, broker.address, model="n"):
+        until(lambda: balanced_outbox(broker.address) == late)
+    with serving(Wide, broker.address, name="w2"):
+        until(lambda: balanced_outbox(broker.address) == len(rows))
+    return arguments
+
+
+@pytest.fixture
+def slow_reading(monkeypatch):
+    """Progress is told every few lines, which takes its time; waiting is in vain soon."""
+    monkeypatch.setattr(batchrun, "CHUNK_ITEMS", 8)
+    monkeypatch.setattr(batchrun, "REPORT_S", 0)
+    monkeypatch.setattr(batchwatch, "CHECK_S", 0.03)
+    monkeypatch.setattr(batchwatch, "QUIET_S", 0.1)
+    monkeypatch.setattr(batchwatch, "STUCK_CHECKS", 5)
+    pause = threading.Event()
+    return lambda now: pause.wait(0.03)
+
+
+def test_answers_that_fill_the_link_before_their_lines_are_read_are_not_asked_for_again(
+    tmp_path, slow_reading
+):
+    rows = [request(f"a{k}") for k in range(130)] + [request(f"b{k}", model="n") for k in range(60)]
+    with brokering(result_bytes_inflight=1_024) as broker:
+        files = answered_before_the_resume(tmp_path, broker, rows)
+        summary = run_batch(
+            *files, broker=broker.address, resume=True, progress=slow_reading, stall_timeout_s=0.5
+        )
+    assert (summary.adopted, summary.submitted, summary.done) == (190, 0, 190)
+
+
+def test_the_answer_of_a_line_that_has_become_a_bad_one_holds_nothing_up(tmp_path, slow_reading):
+    rows = [request(f"a{k}") for k in range(100)] + [request(f"b{k}", model="n") for k in range(60)]
+    rows[110] = request("long", "long " * 1_000, model="n")
+    with brokering(memory=False, data=str(tmp_path / "data")) as broker:
+        files = answered_before_the_resume(tmp_path, broker, rows)
+        broker.config |= {"payload_bytes_max": 4_000, "result_bytes_inflight": 1_024}
+        broker.restart()
+        summary = run_batch(
+            *files, broker=broker.address, resume=True, progress=slow_reading, stall_timeout_s=5
+        )
+        assert balanced_outbox(broker.address) == 0
+    assert (summary.adopted, summary.submitted) == (159, 0)
+    assert (summary.done, summary.bad, summary.duplicates) == (159, 1, 1)
 
 
 def balanced_outbox(address):

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -255,21 +256,25 @@ class _Run:
             directory=self._output_path.resolve().parent,
         )
         for row in source.rows():
-            self._read_upto = row.line_number
+            passed, self._read_upto = self._read_upto, row.line_number
             self._lines += 1
             if isinstance(row, BadLine):
                 if row.line_number not in self._refused:
                     self._unsynced += self._output.write_bad_line(row)
             else:
                 self._request(row)
+            self._settle_early(range(passed + 1, row.line_number + 1))
             if len(self._chunk) >= CHUNK_ITEMS or self._chunk_bytes >= CHUNK_BYTES:
                 self._submit()
             if self._lines % CHUNK_ITEMS == 0:
                 if not self._total_exact:
                     self._total = source.total_lines()
+                # Whoever reads does not wait, however long nothing comes.
+                self._heard_s = time.monotonic()
                 self._step(0)
         self._submit()
         self._read_upto = BROKER_NUMBERS_FROM
+        self._settle_early(list(self._early))
         self._total, self._total_exact = self._lines, True
         self._step(0)
 
@@ -280,13 +285,9 @@ class _Run:
         if self._output.is_done(request.custom_id):
             if request.custom_id in self._output.dead:
                 self._dead[line] = known
-            for seq, arrival in self._early.pop(line, ()):
-                self._settle(arrival, seq)
         elif line <= self._adopt_upto:
             self._opened(line, known)
             self._summary.adopted += 1
-            for seq, arrival in self._early.pop(line, ()):
-                self._settle(arrival, seq)
         else:
             length_tokens = self._lengths.of(request.length_tokens)
             item = Item(request.shape, request.payload, length_tokens, number=line)
@@ -391,14 +392,21 @@ class _Run:
         if not self._write(line, known, arrival):
             self._summary.duplicates += 1
 
+    def _settle_early(self, lines: Iterable[int]) -> None:
+        """What came of these lines before they were read; nobody waits for that of a bad one."""
+        for line in lines if self._early else ():
+            for seq, arrival in self._early.pop(line, ()):
+                # Now it can be acknowledged, and the broker may have sent all that it may.
+                self._unsynced += 1
+                self._settle(arrival, seq)
+
     def _write(self, line: int, known: OpenLine, arrival: Arrival) -> bool:
         self._rows += 1
         if arrival.status == Status.OK:
             prompt_tokens, output_tokens = usage_of(arrival.payload)
             self._lengths.learn(known.length_tokens, prompt_tokens)
             if output_tokens is not None:
-                known_tokens = self._summary.output_tokens or 0
-                self._summary.output_tokens = known_tokens + output_tokens
+                self._summary.output_tokens = (self._summary.output_tokens or 0) + output_tokens
             return self._output.write_result(line, known.custom_id, arrival.payload, url=known.url)
         if arrival.status == Status.TOO_LONG:
             return self._output.write_result(line, known.custom_id, self._too_long(line, known))
