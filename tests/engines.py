@@ -138,6 +138,9 @@ class OverlappingEngine(EchoEngine):
         elif batch.payloads[0] == b"wait":
             yield ROOM
             assert self.gone.wait(30)
+        elif batch.payloads[0] == b"exit":
+            yield ROOM
+            sys.exit(3)
         elif batch.payloads[0] == b"rooms":
             yield ROOM
             yield ROOM
@@ -157,6 +160,13 @@ class UnsuitableEngine(EchoEngine):
 
     def load(self):
         raise ConfigError("there is no CUDA device here; use --opt device=cpu")
+
+
+class UnsayableEngine(EchoEngine):
+    """Its load() names a file whose name is no UTF-8."""
+
+    def load(self):
+        raise ConfigError("cannot read " + os.fsdecode(b"/models/\xff.gguf"))
 
 
 class StubbornEngine(EchoEngine):

@@ -104,6 +104,13 @@ def test_an_answer_does_not_depend_on_its_neighbours(plain):
     assert len(set(texts(together))) > 1
 
 
+def test_an_answer_is_as_long_as_it_would_be_alone(plain):
+    long = [5] * (plain._input_tokens_max - 2)
+    rows = [request("q", ids, url=COMPLETIONS, max_tokens=9) for ids in ([5, 6], long)]
+    results = plain.run(batch(*rows))
+    assert [usage(result)["completion_tokens"] for result in results] == [9, 2]
+
+
 def test_whole_answers_are_the_same_with_reuse(engine, plain):
     rows = questions(6)
     for _ in range(2):
@@ -188,6 +195,34 @@ def test_what_it_cannot_serve_is_refused_alone(plain, body):
     good, bad = plain.run(batch(*questions(1), request("bad", "x", **body)))
     assert good.status == "ok"
     assert json.loads(bad.payload)["code"] == "bad_request"
+
+
+@pytest.mark.parametrize("ids", [[5, 10**6], [5, -1], [5, 10**30], [5, True], [[]]])
+def test_token_ids_that_the_model_has_not_are_refused_alone(plain, ids):
+    """The look-up of such a one fails for its batch, and on a GPU for every batch after it."""
+    good, bad = plain.run(batch(*questions(1), request("bad", ids, url=COMPLETIONS)))
+    assert good.status == "ok"
+    assert json.loads(bad.payload)["code"] == "bad_request"
+
+
+def test_one_token_is_a_prompt(plain):
+    (result,) = plain.run(batch(request("one", [5], url=COMPLETIONS, max_tokens=1)))
+    assert usage(result)["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", " {#- -#} "])
+def test_what_the_chat_template_refuses_is_refused_alone(model, template):
+    fresh = load(model)
+    fresh._tokenizer.chat_template = template
+    good, bad = fresh.run(batch(request("p", "word", url=COMPLETIONS), *questions(1)))
+    assert good.status == "ok"
+    assert json.loads(bad.payload)["code"] == "bad_request"
+
+
+def test_a_temperature_of_next_to_nothing_is_none(plain):
+    rows = [request("q", "word", temperature=each, max_tokens=6) for each in (0, 1e-40)]
+    first, second = plain.run(batch(*rows))
+    assert texts([first]) == texts([second])
 
 
 def test_a_prompt_over_the_models_context_is_too_long(plain):

@@ -712,3 +712,12 @@ def test_a_killed_demo_leaves_no_process_behind(tmp_path):
     process.kill()
     process.communicate(timeout=PATIENCE_S)
     until(lambda: not processes_of(place))
+
+
+def test_command_hears_of_its_processes_where_a_parent_left_sigchld_ignored(capsys):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        out_of(capsys, "version")
+        assert subprocess.run(["false"], check=False).returncode == 1
+    finally:
+        signal.signal(signal.SIGCHLD, before)

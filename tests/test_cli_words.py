@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import zfabric
+import zfabric_workers
 from tests.test_cli import commands, out_of, plain_surroundings, words_of
 from zfabric.cli import build_parser, common
 from zfabric.config import KEYS, load
@@ -79,6 +83,19 @@ def test_engines_that_there_are_are_the_engines_that_the_help_names():
     from zfabric_workers import ENGINES
 
     assert KEYS["worker.engine"].help.endswith(f": {', '.join(sorted(ENGINES))}")
+
+
+def test_commands_that_a_text_names_are_there():
+    known = {words[:2] for words, _ in commands()}
+    groups = {words[0] for words in known if len(words) > 1}
+    root = Path(zfabric.__file__).parent
+    named = {
+        tuple(words)
+        for path in [*root.rglob("*.py"), *Path(zfabric_workers.__file__).parent.glob("*.py")]
+        for words in re.findall(r"`zfabric ([a-z-]+) ([a-z][a-z-]*)", path.read_text())
+        if words[0] in groups
+    }
+    assert named and named <= known
 
 
 # -- settings -------------------------------------------------------------------------------------

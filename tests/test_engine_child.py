@@ -23,6 +23,7 @@ from tests.engines import (
     OverlappingEngine,
     StubbornEngine,
     UnloadableEngine,
+    UnsayableEngine,
     batch_of,
 )
 from zfabric import engine_child
@@ -161,6 +162,12 @@ def test_death_is_told_with_every_batch_in_hand():
         await_room(child)
         child.kill()
         assert exit_of(child).batch_ids == (1, 2)
+
+
+def test_an_engine_that_exits_in_the_rest_of_a_batch_is_gone_as_in_the_batch_itself():
+    with hosted(OverlappingEngine) as child:
+        child.send(1, batch_of(b"exit"))
+        assert exit_of(child).batch_ids == (1,)
 
 
 def test_room_said_twice_is_the_engines_fault():
@@ -313,6 +320,23 @@ def test_engine_that_cannot_load_says_why_and_exits():
     assert (failed.batch_id, failed.kind) == (None, "error")
     assert "FileNotFoundError: no such model" in failed.text
     assert exited == Exited(1, "exited with status 1", ())
+
+
+def test_reason_that_is_no_utf8_is_told_all_the_same():
+    child = EngineChild(UnsayableEngine)
+    child.start()
+    failed, _ = collect(child, lambda e: isinstance(e, Exited))
+    assert (failed.kind, failed.text) == ("config", "cannot read /models/\\udcff.gguf")
+
+
+def test_end_is_heard_of_where_a_parent_left_sigchld_ignored():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with hosted(EchoEngine) as child:
+            child.kill()
+            assert exit_of(child).exitcode == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_factory_that_cannot_travel_is_a_configuration_error(obeying):

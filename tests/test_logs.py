@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -15,7 +16,7 @@ import pytest
 from tests.running import brokering, start_zfabric, until
 from zfabric import logs
 from zfabric.cli.worklog import to_standard_error
-from zfabric.logs import EventLog, json_line, text_line
+from zfabric.logs import EventLog, LogFile, json_line, text_line
 
 EVENT: dict[str, Any] = {
     "seq": 4, "time": 1_700_000_000.25, "event": "worker_lost", "text": "gpu0: silent\x1b[31m\n",
@@ -98,6 +99,52 @@ def test_reader_that_is_gone_ends_nothing() -> None:
     for _ in range(3):
         log.write(EVENT)
     log.close()
+
+
+class Full(io.StringIO):
+    """A stream that takes some lines, then none, then some again: a disk that was full."""
+
+    def __init__(self, *refused: int) -> None:
+        super().__init__()
+        self.refused = refused
+        self.asked = 0
+
+    def write(self, text: str) -> int:
+        self.asked += 1
+        if self.asked in self.refused:
+            raise OSError(errno.ENOSPC, "full")
+        return super().write(text)
+
+
+def test_stream_that_takes_nothing_for_a_while_is_written_to_again() -> None:
+    stream = Full(2, 3, 4)
+    log = EventLog("text", stream)
+    for k, dropped in enumerate((0, 1, 2, 3, 0, 0), 1):
+        log.write({**EVENT, "text": f"number {k}"})
+        until(lambda k=k, dropped=dropped: (stream.asked, log.dropped) == (k, dropped))
+    log.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("number ")[1] for line in lines] == [
+        "1", "5 (3 lines dropped before it)", "6"
+    ]  # fmt: skip
+
+
+def test_log_that_is_moved_away_while_its_disk_is_full_goes_on_in_the_new_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    stream = LogFile(path)
+    stream.write("lost\n")
+    with pytest.raises(OSError):
+        stream.flush()
+    stream.write("lost too\n")
+    path.unlink()
+    for text in ("one\n", "two\n"):
+        stream.write(text)
+        stream.flush()
+    stream.close()
+    assert path.read_text() == "one\ntwo\n"
 
 
 @pytest.mark.e2e

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import zmq
@@ -442,6 +445,33 @@ def test_unreadable_list_of_keys_changes_nothing_and_is_told_once(secured):
     path.write_text(good)
     until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_reloaded"))
     assert secured.broker.ask(PATIENCE_S)["events_total"]["keys_unreadable"] == 1
+
+
+def test_list_that_only_lacked_its_mode_is_read_as_soon_as_it_has_it(secured):
+    secured.ring.clients_path.chmod(0o644)
+    until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_unreadable"))
+    secured.ring.clients_path.chmod(0o600)
+    until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_reloaded"))
+
+
+def test_revocation_that_could_not_be_read_is_read_later(secured, monkeypatch):
+    """The broker had no file descriptor left when the list changed; it does not change again."""
+    opened, lacking = Path.open, threading.Event()
+
+    def open_or_not(self, *args, **kwargs):
+        if lacking.is_set() and threading.current_thread() is secured.thread:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_or_not)
+    lacking.set()
+    secured.ring.revoke("alice")
+    until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_unreadable"))
+    lacking.clear()
+    until(lambda: secured.broker.ask(PATIENCE_S)["events_total"].get("keys_reloaded"))
+    assert secured.broker.ask(PATIENCE_S)["events_total"]["keys_unreadable"] == 1
+    with pytest.raises(NotAllowed):
+        secured.client("alice")
 
 
 def test_key_that_is_made_while_the_broker_runs_is_good(secured):

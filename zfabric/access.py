@@ -78,7 +78,7 @@ def check_key(table: Table, public: str | None) -> Grant:
     """The grant of a key. Raises PeerError where it is none that may be used."""
     grant = table.get(public) if public is not None else None
     if grant is None:
-        raise PeerError(KEY_UNKNOWN, "this key is not known here; `zfabric keys ls` lists those")
+        raise PeerError(KEY_UNKNOWN, "this key is not known here; `zfabric keys list` shows those")
     if grant.revoked:
         raise PeerError(KEY_REVOKED, f"this key of {grant.user} was revoked")
     return grant

@@ -169,6 +169,10 @@ class EngineChild:
         """
         if self._process is not None:
             raise InvariantError("the engine process is already running")
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # A parent may have left it so. Nobody would ever hear that the engine has ended.
+            with contextlib.suppress(ValueError):  # only a main thread may
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ours, theirs = socket.socketpair()
         lifeline_end, lifeline = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(

@@ -56,7 +56,7 @@ READ_BYTES = 2**18
 TEXT_BYTES_MAX = 4096
 # Status of a child that found its supervisor gone; nobody is left to read it but a log.
 EXIT_ORPHANED = 113
-EXIT_LOAD_FAILED = 1
+EXIT_LOAD_FAILED = EXIT_UNREPORTED = 1
 
 FailureKind: TypeAlias = Literal["out_of_memory", "unreachable", "config", "error"]
 
@@ -97,7 +97,7 @@ def host(factory: EngineFactory, channel: socket.socket, lifeline: Connection) -
         engine = factory()
         engine.load()
     except ConfigError as error:
-        send("failed", None, "config", str(error)[:TEXT_BYTES_MAX])
+        send("failed", None, "config", _sendable(str(error)))
         sys.exit(EXIT_LOAD_FAILED)
     except Exception as error:  # noqa: BLE001 - an engine may raise anything; it is reported
         send("failed", None, _kind_of(error), _text_of(error))
@@ -125,8 +125,13 @@ def host(factory: EngineFactory, channel: socket.socket, lifeline: Connection) -
 
 
 def _send_rest(answers: Iterator[tuple[Any, ...]], send: Callable[..., None]) -> None:
-    for answer in answers:
-        send(*answer)
+    try:
+        for answer in answers:
+            send(*answer)
+    except BaseException:  # noqa: BLE001 - sys.exit() and CancelledError too
+        # As in the main thread, what is not reported ends the process: its batch would never end.
+        traceback.print_exc()
+        os._exit(EXIT_UNREPORTED)
 
 
 def _settle(channel: socket.socket, lifeline: Connection) -> None:
@@ -271,10 +276,15 @@ def _kind_of(error: Exception) -> FailureKind:
 def _text_of(error: Exception) -> str:
     """The exception and where it was raised, within `TEXT_BYTES_MAX`."""
     if isinstance(error, _EngineFault):
-        return str(error)
+        return _sendable(str(error))
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f"\nat {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     tail = place.encode("utf-8", "backslashreplace")[-TEXT_BYTES_MAX // 4 :]
     head = text.encode("utf-8", "backslashreplace")[: TEXT_BYTES_MAX - len(tail)]
     return (head + tail).decode("utf-8", "ignore")
+
+
+def _sendable(text: str) -> str:
+    """`text` within `TEXT_BYTES_MAX`; a path in it may hold bytes that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace")[:TEXT_BYTES_MAX].decode("utf-8", "ignore")

@@ -73,6 +73,10 @@ class ClientKey:
     server: str
 
 
+class CannotRead(ConfigError):
+    """The system did not let a file be read; it may do so later, and nothing of the file tells."""
+
+
 class Row(NamedTuple):
     """A key that was made here; times are UTC as RFC 3339, None is not revoked."""
 
@@ -156,12 +160,12 @@ class Keyring:
         return live
 
     def stamp(self) -> tuple[int, ...] | None:
-        """Changes when the list of keys does; None while there is no such file."""
+        """Changes when the list of keys does, or its mode; None while there is no such file."""
         try:
             found = self.clients_path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     def _server_made(self) -> KeyPair:
         if (self.directory / SERVER_FILE).exists():
@@ -278,7 +282,7 @@ def _read(path: Path, what: str, *, hint: str) -> dict[str, Any]:
             raw = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         more = f"; {hint}" if hint and isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"cannot read {what} {path}: {error.strerror}{more}") from None
+        raise CannotRead(f"cannot read {what} {path}: {error.strerror}{more}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"others may read {what} {path}; chmod 600 {path}")
     try:

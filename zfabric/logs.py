@@ -92,9 +92,10 @@ class LogFile:
         except FileNotFoundError:
             moved = True
         if moved:
-            fresh = self._open()
-            self._stream.close()
-            self._stream = fresh
+            former, self._stream = self._stream, self._open()
+            with contextlib.suppress(OSError):
+                # It may hold what a full disk did not take, and then cannot even be closed well.
+                former.close()
         self._stream.write(text)
 
     def flush(self) -> None:
@@ -113,35 +114,34 @@ class EventLog:
     def __init__(self, form: str, where: Lines | Path | None = None) -> None:
         self._line = json_line if form == "json" else text_line
         self._stream: Lines = LogFile(where) if isinstance(where, Path) else where or sys.stderr
-        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
+        # lines, each with how many it says were dropped before it
+        self._lines: queue.Queue[tuple[str, int] | None] = queue.Queue(LINES_MAX)
         self._thread = threading.Thread(target=self._run, name="zfabric-log", daemon=True)
         self._thread.start()
         self.dropped = 0
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Log one event, or count it as dropped."""
-        text = self._line(event)
-        if self.dropped and self._line is text_line:
-            text = f"{text} ({counted(self.dropped, 'line')} dropped before it)"
-        elif self.dropped:
-            text = json.dumps({**json.loads(text), "dropped_before": self.dropped})
+        text, dropped = self._line(event), self.dropped
+        if dropped and self._line is text_line:
+            text = f"{text} ({counted(dropped, 'line')} dropped before it)"
+        elif dropped:
+            text = json.dumps({**json.loads(text), "dropped_before": dropped})
         try:
-            self._lines.put_nowait(text)
-            self.dropped = 0
+            self._lines.put_nowait((text, dropped))
+            self.dropped -= dropped
         except queue.Full:
             self.dropped += 1
 
     def _run(self) -> None:
-        while (text := self._lines.get()) is not None:
+        while (line := self._lines.get()) is not None:
+            text, dropped = line
             try:
                 self._stream.write(text + "\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                # Whoever read it is gone: what comes fills the queue and is counted as dropped. A
-                # file that takes nothing now may take the next line.
-                if not isinstance(self._stream, LogFile):
-                    return
-                self.dropped += 1
+                # What takes nothing now may take the next: a full disk, a pipe that does not block.
+                self.dropped += 1 + dropped
 
     def close(self) -> None:
         """Write what waits, and end; a reader that sleeps is not waited for."""

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from zfabric import access
 from zfabric.errors import ConfigError, PeerError
 from zfabric.gate import Gate
-from zfabric.keys import ClientKey, KeyPair, Keyring
+from zfabric.keys import CannotRead, ClientKey, KeyPair, Keyring
 
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
@@ -60,7 +60,9 @@ class Authenticator:
         self._gate = gate
         self._ring = Keyring(directory)
         self._server = self._ring.server()
-        self._stamp = self._ring.stamp()
+        self._stamp: tuple[int, ...] | None = self._ring.stamp()
+        # what was said of a list that cannot be read
+        self._said = ""
         gate.replace(self._ring.table())
         self._next_look_s = 0.0
         self._questions: Socket = context.socket(zmq.ROUTER)
@@ -118,7 +120,8 @@ class Authenticator:
     def look(self, now: float) -> set[str]:
         """Read the list of keys where it has changed; returns keys that count no more.
 
-        A list that cannot be read changes nothing, and is said once.
+        A list that cannot be read changes nothing, and is said once; it is looked at again, since
+        a key that is revoked in it would be good for ever.
         """
         if now < self._next_look_s:
             return set()
@@ -132,8 +135,13 @@ class Authenticator:
                 raise ConfigError(f"{self._ring.clients_path} is gone")
             table = self._ring.table()
         except ConfigError as error:
-            self._gate.unreadable(str(error), now)
+            if isinstance(error, CannotRead):
+                self._stamp = ()
+            if str(error) != self._said:
+                self._said = str(error)
+                self._gate.unreadable(self._said, now)
             return set()
+        self._said = ""
         ended = self._gate.replace(table)
         self._gate.reloaded(len(table), now)
         return ended

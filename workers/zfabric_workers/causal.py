@@ -21,9 +21,12 @@ from zfabric.engine import Batch, CacheStats, OutOfMemory, Result
 from zfabric.errors import ConfigError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.prefixkv import PREFIX_TOKENS_MIN, Prefix, PrefixStore, shared_tokens
+from zfabric_workers.requestlines import bad_request
 from zfabric_workers.textgen import Wanted, answer, read_wanted
 from zfabric_workers.torchdevice import check_device, choose_device, packages
 
+# A lower temperature only ever draws the best token, or divides beyond what a float holds.
+TEMPERATURE_MIN = 1e-6
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -46,6 +49,7 @@ class CausalEngine:
     _cache_name: str = field(init=False, repr=False, default="past_key_values")
     _cache_class: Any = field(init=False, repr=False, default=None)
     _input_tokens_max: int = field(init=False, repr=False, default=0)
+    _vocabulary: int = field(init=False, repr=False, default=0)
     _end_ids: frozenset[int] = field(init=False, repr=False, default=frozenset())
     _queries_tokens: int = field(init=False, repr=False, default=0)
     _hits_tokens: int = field(init=False, repr=False, default=0)
@@ -80,6 +84,7 @@ class CausalEngine:
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._input_tokens_max = int(self._model.config.max_position_embeddings)
+        self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         ends = self._model.generation_config.eos_token_id
         self._end_ids = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._prefixes = PrefixStore(self.prefix_tokens)
@@ -97,6 +102,10 @@ class CausalEngine:
             if isinstance(each, Wanted):
                 if len(each.ids) >= self._input_tokens_max:
                     results[index] = Result.too_long()
+                elif not 0 <= min(each.ids) <= max(each.ids) < self._vocabulary:
+                    # Its look-up would fail for the whole batch, on a GPU for all that come after.
+                    text = f"token ids must be from 0 to {self._vocabulary - 1}"
+                    results[index] = bad_request(text)
                 else:
                     wanted[index] = each
         if wanted:
@@ -215,8 +224,8 @@ class CausalEngine:
         chosen: list[list[int]] = [[] for _ in wanted]
         ended = [False] * len(wanted)
         draws = [self._drawing(each) for each in wanted]
-        room = self._input_tokens_max - mask.shape[1]
-        limits = [min(each.max_tokens, max(1, room)) for each in wanted]
+        # Padding takes no positions, so it leaves a prompt as much room as it has alone.
+        limits = [min(each.max_tokens, self._input_tokens_max - len(each.ids)) for each in wanted]
         while True:
             tokens = self._choose(wanted, draws, logits)
             for row, token in enumerate(tokens):
@@ -236,7 +245,7 @@ class CausalEngine:
             logits = self._forward([[token] for token in tokens], mask, positions, cache)
 
     def _drawing(self, each: Wanted) -> Any:
-        if each.temperature == 0:
+        if each.temperature < TEMPERATURE_MIN:
             return None
         return self._torch.Generator().manual_seed(each.seed)
 

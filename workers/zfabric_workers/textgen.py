@@ -58,6 +58,11 @@ def read_wanted(
         return bad_request(f"this engine does not serve {', '.join(given)}: remove it")
     try:
         ids = _ids(call.url, body, encode, encode_chat)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a tokenizer or a chat template raises what it likes
+        return bad_request(str(error))
+    try:
         stop = body.get("stop") or ()
         return Wanted(
             url=call.url,
@@ -76,11 +81,12 @@ def read_wanted(
 def _ids(url: str, body: dict[str, Any], encode: Any, encode_chat: Any) -> Sequence[int]:
     if url == COMPLETIONS:
         prompt = body["prompt"]
-        prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-        ids = encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not ids:
-            raise ValueError("the prompt is empty")
-        return list(ids)
+        if isinstance(prompt, list) and len(prompt) == 1 and type(prompt[0]) is not int:
+            prompt = prompt[0]
+        ids = encode(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str | list) or not all(type(token) is int for token in ids):
+            raise ValueError("the prompt must be text or token ids")
+        return _filled(ids)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a non-empty list")
@@ -89,7 +95,13 @@ def _ids(url: str, body: dict[str, Any], encode: Any, encode_chat: Any) -> Seque
             raise ValueError("each message must have a role and a text as its content")
         if not isinstance(message.get("role"), str):
             raise ValueError("each message must have a role")
-    return list(encode_chat(messages))
+    return _filled(encode_chat(messages))
+
+
+def _filled(ids: Sequence[int]) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt is empty")
+    return list(ids)
 
 
 def _max_tokens(url: str, body: dict[str, Any]) -> int:

@@ -9,6 +9,7 @@ when it runs, never for `--help`.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -82,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and never raises for what a user can cause."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        # Some parents leave it so, and then how a process of ours has ended is never known.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     wants_traceback = "--traceback" in (sys.argv[1:] if argv is None else argv)
     try:
         code = _run(argv)
