@@ -55,6 +55,9 @@ class OddBench(FullBench):
         DiskBench.__init__(self, root, **config)  # type: ignore[arg-type]
 
     def seal(self) -> None:
+        if self.dispatcher.sync_wanted:
+            self.backing.sync()
+            self.dispatcher.synced()
         self.backing.seal(unwritten=self.fabric.store.unwritten)
 
 
