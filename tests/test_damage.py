@@ -652,6 +652,22 @@ def test_damage_of_several_bits_is_told_by_the_hole_in_the_numbers(tmp_path: Pat
     assert bench.found.damaged
 
 
+def test_the_same_damage_in_two_files_is_counted_twice(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1)
+    producer = bench.producer()
+    producer.submit([100] * 12, [Shape.of("m", "a"), Shape.of("m", "b")] * 6)
+    bench.settle()
+    bench.crash()
+    bench.backing.close()
+    for path in (tmp_path / "segments").rglob("*.seg"):
+        begin = read_header(path.read_bytes()[:HEADER_BYTES]).data_offset
+        with path.open("r+b") as handle:
+            handle.seek(begin + 100)
+            handle.write(bytes(100))
+    bench, _ = open_and_finish(tmp_path)
+    assert len(bench.found.damaged) == 2
+
+
 def test_worker_is_never_given_a_damaged_payload(template: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     shutil.copytree(template, root)
