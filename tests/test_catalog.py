@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zfabric import catalog as catalogs
 from zfabric import cataloglog
-from zfabric.catalog import Catalog, pack, pack_window, read
+from zfabric.catalog import Catalog, pack, pack_window, read, salvage
 from zfabric.cataloglog import CatalogLog
 from zfabric.entryfiles import Descriptors
 from zfabric.errors import NoSpace, StorageError
@@ -178,6 +179,46 @@ def test_numbers_above_a_hole_go_when_the_floor_has_passed_them() -> None:
     assert known.producers[0].above == {7, 9}
     known.take({"t": "floor", "i": 0, "upto": 7, "seq": 0})
     assert (known.producers[0].upto, known.producers[0].above) == (7, {9})
+
+
+@given(st.lists(RECORDS, min_size=1, max_size=8), st.data())
+def test_salvage_has_all_but_the_damaged_record(
+    records: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    lost = data.draw(st.integers(0, len(records) - 1))
+    # As they are written: the type goes first.
+    parts = [pack({"t": record["t"], **record}) for record in [START, *records]]
+    bit = data.draw(st.integers(0, 8 * len(parts[lost + 1]) - 1))
+    damaged = bytearray(parts[lost + 1])
+    damaged[bit // 8] ^= 1 << bit % 8
+    parts[lost + 1] = bytes(damaged)
+    left, _ = read(log([*records[:lost], *records[lost + 1 :]]))
+    found = salvage(b"".join(parts))
+    assert found.records([]) == [
+        {**record, "id": found.store_id} if record["t"] == "store" else record
+        for record in left.records([])
+    ]
+
+
+def test_salvage_does_not_read_a_damaged_payload_from_each_of_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = 0
+
+    def counted(data: bytes, position: int) -> bytes | None:
+        nonlocal tried
+        tried += 1
+        return body(data, position)
+
+    body = catalogs._body
+    monkeypatch.setattr(catalogs, "_body", counted)
+    # Any four of its bytes are a size that the log could hold.
+    payload = bytes((0, 1, 0, 0)) * 50_000
+    records = [{"t": "dead", "id": k, "payload": payload} for k in range(2)]
+    data = bytearray(log(records))
+    data[200] ^= 1
+    assert list(salvage(bytes(data)).dead) == [1]
+    assert tried < 10
 
 
 # -- the log, while the broker works ---------------------------------------------------------------

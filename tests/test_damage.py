@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from tests.faultfiles import Fault, FaultFiles
 from tests.harness import FakeProducer, FakeWorker
 from tests.test_recovery import run_all
 from zfabric import catalog as catalogs
-from zfabric.entries import ENTRY_HEADER_BYTES, Entry, scan
+from zfabric.cli import main
+from zfabric.entries import CRC32_KIND, ENTRY_HEADER_BYTES, Entry, scan
 from zfabric.errors import StorageError
 from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
@@ -461,6 +463,30 @@ def newer_catalog(path: Path) -> None:
     path.write_bytes(catalogs.pack(record) + path.read_bytes())
 
 
+def test_directory_of_format_1_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("zfabric.segment.pack_header.__defaults__", (1,))
+        patch.setattr("zfabric.catalog.FORMAT", 1)
+        patch.setattr("zfabric.entries.XXH3_KIND", CRC32_KIND)
+        crc32 = SimpleNamespace(xxh3_64_intdigest=zlib.crc32)
+        patch.setattr("zfabric.entries.xxhash", crc32)
+        bench = DiskBench(tmp_path)
+        bench.producer().submit([100] * 4)
+        bench.settle()
+        bench.backing.close()
+    assert main(["segments", "verify", str(tmp_path)]) == 0, capsys.readouterr().out
+    bench = DiskBench(tmp_path)
+    assert (bench.found.healed, bench.found.damaged) == (0, [])
+    finish(bench).submit([100], numbers=[5], after=4)
+    bench.settle()
+    bench.crash()
+    assert (bench.found.healed, bench.found.damaged) == (0, [])
+    assert set(finish(bench).results) == {1, 2, 3, 4, 5}
+    bench.backing.close()
+
+
 @pytest.mark.parametrize(
     ("damage", "where"),
     [
@@ -650,6 +676,22 @@ def test_damage_of_several_bits_is_told_by_the_hole_in_the_numbers(tmp_path: Pat
     assert told == {3, 4}
     assert set(producer.results) == {1, 2, 3, 4, 5, 6}
     assert bench.found.damaged
+
+
+def test_the_same_damage_in_two_files_is_counted_twice(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path, lanes=1)
+    producer = bench.producer()
+    producer.submit([100] * 12, [Shape.of("m", "a"), Shape.of("m", "b")] * 6)
+    bench.settle()
+    bench.crash()
+    bench.backing.close()
+    for path in (tmp_path / "segments").rglob("*.seg"):
+        begin = read_header(path.read_bytes()[:HEADER_BYTES]).data_offset
+        with path.open("r+b") as handle:
+            handle.seek(begin + 100)
+            handle.write(bytes(100))
+    bench, _ = open_and_finish(tmp_path)
+    assert len(bench.found.damaged) == 2
 
 
 def test_worker_is_never_given_a_damaged_payload(template: Path, tmp_path: Path) -> None:

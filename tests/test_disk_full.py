@@ -12,6 +12,7 @@ import pytest
 from tests.disk import DiskBench
 from tests.harness import FakeProducer
 from tests.test_recovery import again, run_all
+from zfabric import diskroom
 from zfabric.entries import ENTRY_HEADER_BYTES
 from zfabric.errors import NoSpace
 from zfabric.osfiles import OsFiles
@@ -202,6 +203,39 @@ def test_end_in_order_promises_nothing_that_a_full_disk_did_not_take(tmp_path: P
     again(bench, producer)
     assert producer.upto == 20
     bench.check()
+
+
+class Reserving(OsFiles):
+    """A disk with `size` bytes for the reserve and whatever else."""
+
+    size = 0
+
+    def free_bytes(self) -> int:
+        return self.size - diskroom.RESERVE_BYTES * self.exists(self.root / diskroom.RESERVE)
+
+    def reserve(self, path: Path, size: int) -> None:
+        path.touch()
+
+
+def test_the_reserve_itself_does_not_fill_the_disk(tmp_path: Path) -> None:
+    disk = Reserving(tmp_path)
+    disk.size = diskroom.MIN_FREE_BYTES + 3 * diskroom.RESERVE_BYTES
+    room = diskroom.DiskRoom(disk)
+
+    def looks(start: int) -> list[bool]:
+        return [room.refusal(float(start + k), lambda: 0) is not None for k in range(6)]
+
+    assert looks(0) == [False] * 6
+    assert room.reserve_bytes
+    # Others fill the disk; there is room without the reserve and none with it.
+    disk.size = diskroom.MIN_FREE_BYTES + diskroom.RESERVE_BYTES - 1
+    assert looks(10) == [True] + [False] * 5
+    assert not room.reserve_bytes
+    disk.size = diskroom.MIN_FREE_BYTES - 1
+    assert looks(20) == [True] * 6
+    disk.size = diskroom.MIN_FREE_BYTES + diskroom.RESERVE_BYTES
+    assert looks(30) == [False] * 6
+    assert room.reserve_bytes
 
 
 def test_half_a_write_that_met_the_end_of_the_disk_is_not_found_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,24 @@ def test_segment_that_was_over_at_a_start_is_not_looked_at_again(tmp_path: Path)
     bench.settle()
     assert producer.results == {n: [Status.OK] for n in range(1, ITEMS + 1)}
     bench.check()
+
+
+def test_many_pinned_segments_are_looked_at_in_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(pins, "holes_of", lambda segment: looked.append(segment.nonce) or ())
+    kept = pins.Pins()
+    segments: list[Any] = [SimpleNamespace(nonce=nonce) for nonce in range(100)]
+    for segment in segments:
+        kept.ended(segment)
+    assert kept.due(0.0) == []
+    kept.gone(segments[50])
+    turns = []
+    for turn in range(20):
+        before = len(looked)
+        kept.due(pins.PIN_CHECK_S + 0.1 * turn)
+        turns.append(len(looked) - before)
+    assert max(turns) <= pins.SEGMENTS_A_TURN
+    assert sorted(looked) == [nonce for nonce in range(100) if nonce != 50]
 
 
 def test_file_with_holes_is_copied_once_however_many_it_has() -> None:

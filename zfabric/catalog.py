@@ -43,6 +43,8 @@ _PREFIX = struct.Struct("<II")
 CLAIM_KINDS = frozenset({"producer", "worker"})
 # How the body of a window record begins; damage is searched for the next one.
 _WINDOW_MARK = b"\x82\xa1t\xa6window\xa1n"
+# Every record's first field, behind one byte that says how many there are.
+_TYPE_KEY = b"\xa1t"
 
 
 @dataclass(slots=True)
@@ -248,7 +250,11 @@ def salvage(data: bytes) -> Catalog:
                 KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException
             ):
                 catalog.take(msgpack.unpackb(body, strict_map_key=False))
-        position += 1 if body is None else _PREFIX.size + len(body)
+            position += _PREFIX.size + len(body)
+            continue
+        # Not every place of a payload is tried: what is read as a size may be most of the log.
+        begin = data.find(_TYPE_KEY, position + _PREFIX.size + 2)
+        position = begin - _PREFIX.size - 1 if begin >= 0 else len(data)
     catalog.store_id = secrets.randbits(64)
     return catalog
 

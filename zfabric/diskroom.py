@@ -45,8 +45,9 @@ class DiskRoom:
             self.give_up_reserve()
         elif self.max_disk_bytes is not None and used_bytes() >= self.max_disk_bytes:
             self.reason = f"the store uses the {self.max_disk_bytes} bytes that it may"
-        elif not self.reserved:
-            # Keep room for results on a disk that others may fill.
+        elif not self.reserved and free >= self.min_free_bytes + RESERVE_BYTES:
+            # Keep room for results on a disk that others may fill. It must not be what makes this
+            # disk full: it would be given up at the next look, and held again at the one after.
             self._files.reserve(self._path, RESERVE_BYTES)
             self.reserved = True
         return self.reason

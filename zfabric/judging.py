@@ -140,9 +140,9 @@ class Judge:
         inner = [d for d in file.damages if d.offset < file.end]
         readable = {d.entry.place: d for d in inner if d.entry is not None}
         unread = [d for d in inner if d.entry is None]
+        counted: set[Damage] = set()
         for place in range(file.places):
-            damage = readable.get(place)
-            word = file.words[place]
+            damage, word = readable.get(place), file.words[place]
             if word == VOID_WORD or (damage is None and file.numbers[place]):
                 continue
             if file.is_hole(place):
@@ -165,8 +165,8 @@ class Judge:
                 lost[place] = damage
                 self._keep(file, bytes_of)
             if word != QUARANTINED_WORD:
-                fresh = [d for d in bytes_of if d not in self._found.damaged]
-                self._found.damaged.extend(fresh)
+                self._found.damaged += (d for d in bytes_of if d not in counted)
+                counted.update(bytes_of)
         if file.size > file.end:
             file.evidence.append((file.end, file.size))
             self._found.torn_bytes += file.size - file.end

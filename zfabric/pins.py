@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PIN_CHECK_S = 30.0
 # A hole is a system call and a record in the catalog; less than this is not worth them.
 HOLE_MIN_BYTES = 1024 * 1024
+# Segments looked at in one turn, 1 to 2 ms each where they are full.
+SEGMENTS_A_TURN = 16
 
 
 class Hole(NamedTuple):
@@ -37,6 +39,8 @@ class Pins:
     def __init__(self) -> None:
         self._partly: dict[int, FileSegment] = {}
         self._seen: set[int] = set()
+        # those that are still to be looked at in this round
+        self._round: list[int] = []
         self._next_s = 0.0
 
     def ended(self, segment: FileSegment) -> None:
@@ -49,17 +53,22 @@ class Pins:
         self._seen.discard(segment.nonce)
 
     def due(self, now: float) -> list[tuple[FileSegment, list[Hole]]]:
-        """Holes that are worth making, of segments that were here at the last look already."""
-        if now < self._next_s:
-            return []
-        self._next_s = now + PIN_CHECK_S
+        """Holes that are worth making, of segments that were here at the last look already.
+
+        A look at all of them takes as many calls as it needs.
+        """
+        if not self._round and now >= self._next_s:
+            self._next_s = now + PIN_CHECK_S
+            self._round = [nonce for nonce in self._partly if nonce in self._seen]
+            self._seen = set(self._partly)
         chosen = []
-        for nonce, segment in self._partly.items():
-            if nonce in self._seen:
+        for nonce in self._round[-SEGMENTS_A_TURN:]:
+            segment = self._partly.get(nonce)
+            if segment is not None:
                 holes = [h for h in holes_of(segment) if h.end - h.begin >= HOLE_MIN_BYTES]
                 if holes:
                     chosen.append((segment, holes))
-        self._seen = set(self._partly)
+        del self._round[-SEGMENTS_A_TURN:]
         return chosen
 
 

@@ -28,7 +28,7 @@ from zfabric.segment import (
     Header,
     NewerFormat,
     decode_word,
-    pack_header,
+    is_whole,
     read_header,
     words_of,
 )
@@ -161,7 +161,7 @@ def scan_file(
     except NewerFormat as error:
         raise NewerFormat(f"{path}: {error}") from None
     _check_place(path, kind, header, path_of)
-    found = Scanned(path, header, len(data), data[:HEADER_BYTES] != pack_header(header))
+    found = Scanned(path, header, len(data), not is_whole(data[:HEADER_BYTES], header))
     _read_words(found, data)
     records = holes_of(header.nonce)
     found.ended = [(w, items, tokens) for r in records for w, items, tokens in r["ended"]]

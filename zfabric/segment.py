@@ -80,7 +80,7 @@ class Header:
         return HEADER_BYTES + STATE_BYTES * self.capacity
 
 
-def pack_header(header: Header) -> bytes:
+def pack_header(header: Header, version: int = FORMAT) -> bytes:
     """Both copies of a header, HEADER_BYTES long. Raises StorageError where it does not fit."""
     fields: bytes = msgpack.packb(
         {
@@ -95,11 +95,16 @@ def pack_header(header: Header) -> bytes:
             "created": header.created_s,
         }
     )
-    body = _PREFIX.pack(MAGIC, FORMAT, len(fields)) + fields
+    body = _PREFIX.pack(MAGIC, version, len(fields)) + fields
     body += struct.pack("<I", zlib.crc32(body))
     if len(body) > HEADER_COPY_BYTES:
         raise StorageError(f"a segment header of {len(body)} bytes; {HEADER_COPY_BYTES} fit")
     return bytes(body.ljust(HEADER_COPY_BYTES, b"\0") * 2)
+
+
+def is_whole(block: bytes, header: Header) -> bool:
+    """Whether both copies are as this release or an earlier one wrote them."""
+    return any(block == pack_header(header, version) for version in range(FORMAT, 0, -1))
 
 
 def read_header(block: bytes) -> Header:

@@ -155,7 +155,7 @@ def _read(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[
     from zfabric.entries import Damage, scan
     from zfabric.files import place_of
     from zfabric.pins import around
-    from zfabric.segment import HEADER_BYTES, decode_word, pack_header, read_header, words_of
+    from zfabric.segment import HEADER_BYTES, decode_word, is_whole, read_header, words_of
 
     data = path.read_bytes()
     try:
@@ -167,7 +167,7 @@ def _read(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[
     words, _ = words_of(data[HEADER_BYTES : header.data_offset])
     entries = live = 0
     damage: list[dict[str, Any]] = []
-    if data[:HEADER_BYTES] != pack_header(header):
+    if not is_whole(data[:HEADER_BYTES], header):
         damage.append({"offset": 0, "reason": "a header copy is damaged", "number": None})
     ranges = around(holes.get(header.nonce, ()), header.data_offset)
     body = data[header.data_offset :]
