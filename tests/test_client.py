@@ -325,6 +325,12 @@ def test_request_that_no_message_can_carry_ends_nothing_but_itself() -> None:
         assert client.stats()["accepted_items"] == 0
 
 
+def test_failure_nested_too_deeply_to_be_read_is_a_failure_all_the_same() -> None:
+    error = Result(1, None, "failed", b"[" * 100_000).error
+    assert error is not None
+    assert (error.code, error.text) == ("failed", "[" * 200)
+
+
 def test_several_threads_share_one_client() -> None:
     with running() as (_, at), working(at.workers), Client(at.producers) as client:
         got: list[int] = []
