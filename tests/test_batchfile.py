@@ -617,8 +617,22 @@ def test_resume_with_another_input(files: Files, change: str) -> None:
         assert again.is_done("a")
         assert again.superseded == out.job.name
         assert again.write_bad_line(BAD)
+        assert again.bad_lines_total == 1
+    assert len(files.rows(files.errors)) == 1
     with files.open(resume=True) as third:
         assert third.job == again.job
+
+
+def test_resume_without_the_output_judges_bad_lines_anew(files: Files) -> None:
+    with files.open() as out:
+        out.write_failure(1, "a", "dead", "")
+        out.write_bad_line(BAD)
+    files.output.unlink()
+    with files.open(resume=True) as again:
+        assert again.is_done("a")
+        assert again.write_bad_line(BAD)
+        assert (again.failures_total, again.bad_lines_total) == (1, 1)
+    assert [row["custom_id"] for row in files.rows(files.errors)] == ["a", None]
 
 
 def test_resume_remembers_the_errors_file(files: Files, tmp_path: Path) -> None:

@@ -268,13 +268,14 @@ class BatchOutput:
         # The name first: were rows dropped before it, a crash between would keep the old name.
         self.job.save(self._output.path)
         _repair(self._output, scans[0])
-        if retry_failed or (self.model_changed and self.bad_lines_total):
-            self._drop_errors(failures=retry_failed, bad_lines=self.model_changed)
+        judged_anew = same is None or self.model_changed
+        if retry_failed or (judged_anew and self.bad_lines_total):
+            self._drop_errors(failures=retry_failed, bad_lines=judged_anew)
         else:
             _repair(self._errors, scans[1])
 
     def _drop_errors(self, *, failures: bool, bad_lines: bool) -> None:
-        """What is to be tried again. Which lines are bad depends on the override of the model."""
+        """What is to be tried again. Which lines are bad depends on the input and the model."""
         self._errors.rewrite(lambda row: not (bad_lines if _is_bad_line(row) else failures))
         if failures:
             self.failures_total = 0
