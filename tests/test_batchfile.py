@@ -31,7 +31,6 @@ from zfabric.batchfile import (
 )
 from zfabric.batchfile import rows as rows_module
 from zfabric.batchfile.job import holder_of, sidecar_path
-from zfabric.batchrows import write_retried
 from zfabric.errors import ConfigError, StorageError
 from zfabric.shapes import Shape
 
@@ -890,7 +889,10 @@ def test_failure_that_has_a_result_too_is_outdated_and_dead_ones_are_known(files
             out.write_failure(number, name, "dead" if name != "c" else "bad_result", "")
     with files.open(resume=True) as again:
         assert again.dead == {"a", "b"}
-        write_retried(again, 1, "a", b"{}")
+        url = "/v1/completions"
+        assert again.write_retried(1, "a", b'{"choices": []}', url=url)
+        for body in (b"{}", b"no JSON"):
+            assert not again.write_retried(2, "b", body, url=url)
     with files.open(resume=True) as third:
         assert (third.results_total, third.failures_total) == (1, 2)
         assert (third.outdated, third.dead) == ({"a"}, {"b"})
