@@ -23,6 +23,7 @@ from zfabric.batchfile import (
     DigestSet,
     Discovery,
     Request,
+    check_paths,
     count_lines,
     errors_path_for,
     estimate_tokens,
@@ -670,6 +671,18 @@ def test_run_in_another_process_is_named_by_pid(files: Files) -> None:
         child.kill()
     with files.open(resume=True) as again:
         assert [again.is_done(name) for name in "ab"] == [True, False]
+
+
+def test_one_file_by_two_names_and_a_link_to_itself_are_refused(
+    files: Files, tmp_path: Path
+) -> None:
+    files.output.hardlink_to(files.input)
+    with pytest.raises(ConfigError, match="different files"):
+        check_paths(files.input, files.output, None)
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="leads to itself"):
+        check_paths(files.input, loop, None)
 
 
 def test_paths_must_differ_and_be_usable(files: Files, tmp_path: Path) -> None:
