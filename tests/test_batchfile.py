@@ -23,6 +23,7 @@ from zfabric.batchfile import (
     DigestSet,
     Discovery,
     Request,
+    check_paths,
     count_lines,
     errors_path_for,
     estimate_tokens,
@@ -31,7 +32,6 @@ from zfabric.batchfile import (
 )
 from zfabric.batchfile import rows as rows_module
 from zfabric.batchfile.job import holder_of, sidecar_path
-from zfabric.batchrows import write_retried
 from zfabric.errors import ConfigError, StorageError
 from zfabric.shapes import Shape
 
@@ -617,8 +617,22 @@ def test_resume_with_another_input(files: Files, change: str) -> None:
         assert again.is_done("a")
         assert again.superseded == out.job.name
         assert again.write_bad_line(BAD)
+        assert again.bad_lines_total == 1
+    assert len(files.rows(files.errors)) == 1
     with files.open(resume=True) as third:
         assert third.job == again.job
+
+
+def test_resume_without_the_output_judges_bad_lines_anew(files: Files) -> None:
+    with files.open() as out:
+        out.write_failure(1, "a", "dead", "")
+        out.write_bad_line(BAD)
+    files.output.unlink()
+    with files.open(resume=True) as again:
+        assert again.is_done("a")
+        assert again.write_bad_line(BAD)
+        assert (again.failures_total, again.bad_lines_total) == (1, 1)
+    assert [row["custom_id"] for row in files.rows(files.errors)] == ["a", None]
 
 
 def test_resume_remembers_the_errors_file(files: Files, tmp_path: Path) -> None:
@@ -657,6 +671,18 @@ def test_run_in_another_process_is_named_by_pid(files: Files) -> None:
         child.kill()
     with files.open(resume=True) as again:
         assert [again.is_done(name) for name in "ab"] == [True, False]
+
+
+def test_one_file_by_two_names_and_a_link_to_itself_are_refused(
+    files: Files, tmp_path: Path
+) -> None:
+    files.output.hardlink_to(files.input)
+    with pytest.raises(ConfigError, match="different files"):
+        check_paths(files.input, files.output, None)
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="leads to itself"):
+        check_paths(files.input, loop, None)
 
 
 def test_paths_must_differ_and_be_usable(files: Files, tmp_path: Path) -> None:
@@ -876,7 +902,10 @@ def test_failure_that_has_a_result_too_is_outdated_and_dead_ones_are_known(files
             out.write_failure(number, name, "dead" if name != "c" else "bad_result", "")
     with files.open(resume=True) as again:
         assert again.dead == {"a", "b"}
-        write_retried(again, 1, "a", b"{}")
+        url = "/v1/completions"
+        assert again.write_retried(1, "a", b'{"choices": []}', url=url)
+        for body in (b"{}", b"no JSON"):
+            assert not again.write_retried(2, "b", body, url=url)
     with files.open(resume=True) as third:
         assert (third.results_total, third.failures_total) == (1, 2)
         assert (third.outdated, third.dead) == ({"a"}, {"b"})

@@ -24,6 +24,7 @@ from zfabric.client import Client
 from zfabric.config import BrokerConfig
 from zfabric.errors import (
     Backpressure,
+    ConfigError,
     ConnectError,
     FabricError,
     ItemFailed,
@@ -310,6 +311,24 @@ def test_request_that_cannot_be_is_an_error_with_the_brokers_words() -> None:
             client.request("make.coffee")
         with pytest.raises(FabricError, match="no model 'x'"):
             client.request("pause", model="x")
+
+
+def test_request_that_no_message_can_carry_ends_nothing_but_itself() -> None:
+    values = ({1, 2}, object(), 2**64, "\ud800", [[[[[[[[[]]]]]]]]], "x" * 2**17)
+    with brokering() as running, Client(running.address) as client:
+        for value in values:
+            with pytest.raises(ConfigError, match="cannot be asked so"):
+                client.request("status", value=value)
+        boot = client.welcome["boot"]
+        running.restart()
+        until(lambda: client.welcome["boot"] != boot)
+        assert client.stats()["accepted_items"] == 0
+
+
+def test_failure_nested_too_deeply_to_be_read_is_a_failure_all_the_same() -> None:
+    error = Result(1, None, "failed", b"[" * 100_000).error
+    assert error is not None
+    assert (error.code, error.text) == ("failed", "[" * 200)
 
 
 def test_several_threads_share_one_client() -> None:

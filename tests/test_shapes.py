@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 import xxhash
@@ -64,6 +65,17 @@ def test_shape_with_too_many_components_or_too_few_counts_is_refused() -> None:
         Shape("m", tuple(range(COMPONENTS_MAX + 1)))
     with pytest.raises(ConfigError):
         Shape("m", (1, 2), (5,))
+
+
+@pytest.mark.parametrize("count", [-1, 2**31, 1.0, "7", True])
+def test_token_count_that_cannot_travel_is_refused(count: Any) -> None:
+    with pytest.raises(ConfigError, match="token count"):
+        Shape.of("m", "a", tokens=[count])
+
+
+def test_lists_make_the_same_shape_as_tuples() -> None:
+    given: Any = [1, 2]
+    assert hash(Shape("m", given, given)) == hash(Shape("m", (1, 2), (1, 2)))
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\x00", "x" * 256, "é" * 128, "\ud800"])

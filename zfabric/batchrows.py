@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from zfabric.batchfile import BatchOutput
 from zfabric.batchfile.chains import CHAT, EMBEDDINGS
-from zfabric.batchfile.lines import compact_json, parse_json
-from zfabric.batchfile.writer import STATUS_OK
+from zfabric.batchfile.lines import compact_json
 
 # An unescaped quote on both sides: text that a model wrote cannot look like this.
 _COUNTS = {
@@ -66,26 +65,6 @@ def too_long_body(url: str, model: str, name: str) -> bytes:
             **marked,
         }
     )
-
-
-def write_retried(output: BatchOutput, line: int, custom_id: str, body: bytes) -> bool:
-    """Append the result of a line whose failure has a row already; see `drop_failures`.
-
-    False if `body` is not JSON: the failure stays.
-    """
-    try:
-        response = {
-            "status_code": STATUS_OK,
-            "request_id": f"req_{output._line_id(line)}",
-            "body": parse_json(body),
-        }
-        row = compact_json(output._row(line, custom_id, response, None))
-    except ValueError:
-        return False
-    output._output.append(row)
-    output.results_total += 1
-    output.failures_total -= 1
-    return True
 
 
 def drop_failures(output: BatchOutput, custom_ids: Set[str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from zfabric.batchfile import BadLine, BatchOutput, Request, check_paths
 from zfabric.batchoptions import Options, Summary
-from zfabric.batchrows import OpenLine, drop_failures, too_long_body, usage_of, write_retried
+from zfabric.batchrows import OpenLine, drop_failures, too_long_body, usage_of
 from zfabric.batchsource import Lengths, Source
 from zfabric.batchwatch import Gone, Meter, Watch
 from zfabric.client import Client
@@ -426,7 +426,7 @@ class _Run:
         known, body = self._dead[line], arrival.payload
         if arrival.status == Status.TOO_LONG:
             body = self._too_long(line, known)
-        if write_retried(self._output, line, known.custom_id, body):
+        if self._output.write_retried(line, known.custom_id, body, url=known.url):
             del self._dead[line]
             self._replaced.add(known.custom_id)
 

@@ -17,9 +17,11 @@ from typing import Any
 from zfabric.access import NOT_ALLOWED, PASSING_CODES
 from zfabric.addresses import format_address, parse_address
 from zfabric.errors import (
+    ConfigError,
     ConnectError,
     FabricError,
     NotAllowed,
+    PeerError,
     TimeoutExpired,
     TooManyConnections,
     TooManyHandshakes,
@@ -154,13 +156,19 @@ class Connection(ABC):
         return self._session.state == "live"
 
     def request(self, op: str, timeout: float | None = 10.0, **args: Any) -> Any:
-        """Ask the broker something; see `zfabric.operate`. Raises FabricError where it says no."""
+        """Ask the broker something; see `zfabric.operate`. Raises FabricError where it says no.
+
+        Raises ConfigError for arguments that no message can carry.
+        """
         self._check_process()
         reply: Future[Any] = Future()
         with self._lock:
             if self._failure is not None or self._closing:
                 raise self._failure or ConnectError("this client is closed")
-            number = self._session.request(op, args)
+            try:
+                number = self._session.request(op, args)
+            except (TypeError, ValueError, OverflowError, PeerError) as error:
+                raise ConfigError(f"{op!r} cannot be asked so: {error}") from None
             self._replies[number] = reply
         self._link.wake()
         try:

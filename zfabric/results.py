@@ -79,7 +79,7 @@ class Result:
         try:
             told = json.loads(self.payload)
             return ItemFailed(str(told["code"]), str(told["message"]), self.payload)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = self.payload[:200].decode("utf-8", "replace")
             return ItemFailed(self.status, text, self.payload)
 

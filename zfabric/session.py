@@ -27,6 +27,7 @@ from zfabric.outgoing import MESSAGE_ITEMS, Backlog, Outgoing
 from zfabric.protocol import (
     FROM_BROKER,
     NUMBER_MAX,
+    TO_BROKER,
     Frame,
     Status,
     Type,
@@ -115,7 +116,7 @@ class Session:
         # ids that shapes have on this connection, longest unused first
         self._declared: OrderedDict[Shape, int] = OrderedDict()
         self._seen_seq = 0
-        self._requests: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._requests: dict[int, list[bytes]] = {}
         self._next_request = 1
         self._heard_s = 0.0
         self._next_beat_s = 0.0
@@ -163,17 +164,19 @@ class Session:
         return numbers
 
     def request(self, op: str, args: dict[str, Any] | None = None) -> int:
-        """Ask something of the broker; its reply comes with the number returned here."""
-        number = self._next_request
-        self._next_request += 1
-        self._requests[number] = (op, args or {})
-        if self.state == "live":
-            self._send_request(number)
-        return number
+        """Ask something of the broker; its reply comes with the number returned here.
 
-    def _send_request(self, number: int) -> None:
-        op, args = self._requests[number]
-        self.outbound.append(encode(Type.REQUEST, {"id": number, "op": op, "args": args}))
+        Raises TypeError, ValueError, OverflowError or PeerError for what no message can say.
+        """
+        number = self._next_request
+        frames = encode(Type.REQUEST, {"id": number, "op": op, "args": args or {}})
+        # The broker would end the whole connection for it.
+        decode(frames, TO_BROKER)
+        self._next_request += 1
+        self._requests[number] = frames
+        if self.state == "live":
+            self.outbound.append(frames)
+        return number
 
     def forget_request(self, number: int) -> None:
         """Nobody waits for this reply any more."""
@@ -306,8 +309,7 @@ class Session:
         self._declared.clear()
         self._more_sent = False
         news.welcomed = news.accepted = True
-        for number in self._requests:
-            self._send_request(number)
+        self.outbound.extend(self._requests.values())
 
     def _fit(self, payload_bytes_max: int, news: News) -> None:
         """Cut what is queued to the limit of this broker, which may be smaller than another's."""

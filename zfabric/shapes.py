@@ -87,12 +87,18 @@ class Shape:
 
     def __post_init__(self) -> None:
         check_name(self.model, "model name")
+        for name in ("components", "tokens"):
+            # A list would do, but for the day when the shape is looked up.
+            if type(value := getattr(self, name)) is not tuple:
+                object.__setattr__(self, name, tuple(value))
         if len(self.components) > COMPONENTS_MAX:
             raise ConfigError(
                 f"a shape has at most {COMPONENTS_MAX} components, not {len(self.components)}"
             )
         if self.tokens and len(self.tokens) != len(self.components):
             raise ConfigError("a shape needs one token count for each component, or none at all")
+        if not all(t is None or (type(t) is int and 0 <= t < 2**31) for t in self.tokens):
+            raise ConfigError("a token count of a shape is 0 to 2**31 - 1, or None")
         if self.label:
             object.__setattr__(self, "label", _shown(self.label))
         try:

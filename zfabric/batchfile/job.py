@@ -74,7 +74,10 @@ def check_paths(source: Path, output: Path, errors: Path | None) -> None:
     _check_writable(output)
     errors = errors_path_for(output) if errors is None else errors
     _check_writable(errors)
-    if len({path.resolve() for path in (source, output, errors)}) < 3:
+    names = {path.resolve() for path in (source, output, errors)}
+    there = [path.stat() for path in names if path.exists()]
+    # One file may have several names: emptying the output would empty the input.
+    if len(names) < 3 or len({(each.st_dev, each.st_ino) for each in there}) < len(there):
         raise ConfigError("the input, output and errors files must be different files")
 
 
@@ -86,6 +89,7 @@ def _check_writable(path: Path) -> None:
             raise ConfigError(f"there is no directory {path.parent}: make it, or name another file")
         # What lies beside an output has a longer name than the output.
         sidecar_path(path).exists()
+        path.resolve()
         if path.exists():
             if not path.is_file():
                 raise ConfigError(f"{path} is not a regular file: name another one")
@@ -94,6 +98,8 @@ def _check_writable(path: Path) -> None:
             allowed = os.access(path.parent, os.W_OK | os.X_OK)
     except OSError as error:
         raise ConfigError(f"cannot use {path}: {error.strerror}") from None
+    except RuntimeError:
+        raise ConfigError(f"cannot use {path}: it is a link that leads to itself") from None
     if not allowed:
         raise ConfigError(f"cannot write {path}: you are not allowed to")
 

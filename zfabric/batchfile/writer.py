@@ -150,16 +150,7 @@ class BatchOutput:
         `bad_result`. Raises StorageError.
         """
         try:
-            answer = parse_json(body)
-            wanted = LIST_OF.get(url or "")
-            if wanted and not (isinstance(answer, dict) and type(answer.get(wanted)) is list):
-                raise ValueError(f"it is no response of {url}, which has a list {wanted!r}")
-            response = {
-                "status_code": STATUS_OK,
-                "request_id": request_id or f"req_{self._line_id(line_number)}",
-                "body": answer,
-            }
-            row = compact_json(self._row(line_number, custom_id, response, None))
+            row = self._result_row(line_number, custom_id, body, url, request_id)
         except ValueError as error:
             text = f"the engine's result cannot be used: {error}"
             return self.write_failure(line_number, custom_id, "bad_result", text)
@@ -167,6 +158,20 @@ class BatchOutput:
             return False
         self._output.append(row)
         self.results_total += 1
+        return True
+
+    def write_retried(self, line_number: int, custom_id: str, body: bytes, *, url: str) -> bool:
+        """Append the result of a line whose failure has a row already; see `drop_failures`.
+
+        False if it would be a failure, too: then that row stays. Raises StorageError.
+        """
+        try:
+            row = self._result_row(line_number, custom_id, body, url, None)
+        except ValueError:
+            return False
+        self._output.append(row)
+        self.results_total += 1
+        self.failures_total -= 1
         return True
 
     def write_failure(self, line_number: int, custom_id: str, code: str, message: str) -> bool:
@@ -200,6 +205,21 @@ class BatchOutput:
         finally:
             self._output.close()
             self._errors.close()
+
+    def _result_row(
+        self, line: int, custom_id: str, body: bytes, url: str | None, request_id: str | None
+    ) -> bytes:
+        """The row of a result. Raises ValueError for a body that is none of the endpoint `url`."""
+        answer = parse_json(body)
+        wanted = LIST_OF.get(url or "")
+        if wanted and not (isinstance(answer, dict) and type(answer.get(wanted)) is list):
+            raise ValueError(f"it is no response of {url}, which has a list {wanted!r}")
+        response = {
+            "status_code": STATUS_OK,
+            "request_id": request_id or f"req_{self._line_id(line)}",
+            "body": answer,
+        }
+        return compact_json(self._row(line, custom_id, response, None))
 
     def _row(self, line: int, custom_id: str | None, response: Row | None, error: object) -> Row:
         row_id = f"batch_req_{self._line_id(line)}"
@@ -268,13 +288,14 @@ class BatchOutput:
         # The name first: were rows dropped before it, a crash between would keep the old name.
         self.job.save(self._output.path)
         _repair(self._output, scans[0])
-        if retry_failed or (self.model_changed and self.bad_lines_total):
-            self._drop_errors(failures=retry_failed, bad_lines=self.model_changed)
+        judged_anew = same is None or self.model_changed
+        if retry_failed or (judged_anew and self.bad_lines_total):
+            self._drop_errors(failures=retry_failed, bad_lines=judged_anew)
         else:
             _repair(self._errors, scans[1])
 
     def _drop_errors(self, *, failures: bool, bad_lines: bool) -> None:
-        """What is to be tried again. Which lines are bad depends on the override of the model."""
+        """What is to be tried again. Which lines are bad depends on the input and the model."""
         self._errors.rewrite(lambda row: not (bad_lines if _is_bad_line(row) else failures))
         if failures:
             self.failures_total = 0
