@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.dashboards import Day, a_day
 from tests.running import brokering
 from zfabric import metrics
+from zfabric.config import BrokerConfig
 from zfabric.errors import ConfigError
 from zfabric.eventnames import EVENTS
 
@@ -172,6 +173,13 @@ def test_running_broker_is_scraped_over_http() -> None:
                 metrics.serve("127.0.0.1", port, dict)
         finally:
             end()
+
+
+def test_address_of_the_metrics_may_be_in_brackets_and_is_named_where_it_is_wrong() -> None:
+    assert BrokerConfig(bind="[::1]").metrics_at == "::1"
+    assert BrokerConfig(metrics_bind="[::]").metrics_at == "::"
+    with pytest.raises(ConfigError, match="see --metrics-bind"):
+        metrics.serve("192.0.2.1", 0, dict)
 
 
 def test_broker_that_does_not_answer_gives_an_empty_scrape() -> None:

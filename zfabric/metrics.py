@@ -7,6 +7,7 @@ of the server; it asks the broker's loop for a status and touches nothing else.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -246,10 +247,10 @@ def serve(bind: str, port: int, ask: Callable[[], Status]) -> tuple[int, Callabl
         server, thread = start_http_server(port, bind, known)
         server.set_app(only_at(PATHS, make_wsgi_app(known)))
     except OSError as error:
-        raise ConfigError(
-            f"cannot serve metrics on {bind} port {port}: {error.strerror}; another --metrics-port "
-            "may be free"
-        ) from None
+        ports = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "another --metrics-port may be free" if ports else "see --metrics-bind"
+        text = f"cannot serve metrics on {bind} port {port}: {error.strerror}; {hint}"
+        raise ConfigError(text) from None
 
     def end() -> None:
         server.shutdown()
