@@ -30,6 +30,10 @@ METRICS = {
     ),
     "an old llama.cpp": ("llamacpp:prompt_tokens_total 750\n", None),
     "something else": ("up 1\nvllm:prefix_cache_hits_total 3\n", None),
+    "beyond all numbers": (
+        "vllm:prefix_cache_queries_total 1e999\nvllm:prefix_cache_hits_total 1e999\n",
+        None,
+    ),
     "nothing": ("", None),
 }
 

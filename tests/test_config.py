@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -271,6 +272,8 @@ def test_address(text: str, expected: tuple[str, int]) -> None:
         ("tcp://h:7410/", "host:port"), ("h:0", "between 1 and"), ("h:65536", "between 1 and"),
         ("h:seven", "host:port"), ("http://h:1", "only tcp://"), ("ipc:///tmp/x", "only tcp://"),
         ("::1:7410", "brackets"), ("tcp://*:7410", "bind"), ("h h:1", "host:port"),
+        ("$x:1", "host:port"), ("-:1", "host:port"), ("ä:1", "host:port"), ("a,b:1", "host:port"),
+        ("eth0;h:1", "host:port"), ("[%]:1", "host:port"),
     ],
 )  # fmt: skip
 def test_address_that_is_wrong_says_why(text: str, word: str) -> None:
@@ -281,14 +284,17 @@ def test_address_that_is_wrong_says_why(text: str, word: str) -> None:
         config.parse_address(text)
 
 
-@given(st.text())
-def test_address_never_raises_anything_else(text: str) -> None:
+@given(st.text() | st.text(max_size=5).map(lambda host: f"{host}:7410"))
+def test_address_never_raises_anything_else_and_is_one_to_connect_to(text: str) -> None:
     try:
         host, port = config.parse_address(text)
     except ConfigError:
         return
     assert host
     assert 1 <= port <= 65_535
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(config.format_address(host, port))
 
 
 @given(st.sampled_from(sorted(KEYS)), st.text(max_size=20))

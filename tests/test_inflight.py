@@ -44,3 +44,21 @@ def test_many_refusals_at_one_moment_are_one_refusal():
     for now in (6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0):
         limit.busy(now)
     assert limit.value == 1
+
+
+@pytest.mark.parametrize("limit", [Limit(64), Limit()], ids=["told", "found"])
+def test_a_limit_of_a_minute_is_not_one_for_ever(limit):
+    now, before = 1_000.0, 64
+    if limit.value != before:
+        limit.settle(before)
+    for _ in range(10):
+        now += 1
+        limit.busy(now)
+    assert limit.value == 1
+    levels = []
+    for _ in range(400):
+        now += 1
+        limit.note(now, 100, full=True)
+        levels.append(limit.value)
+    assert set(levels[:58]) == {1}
+    assert levels[-1] == max(levels) == before

@@ -208,3 +208,14 @@ def test_records_of_libraries_are_told_too_from_warnings_up(
     (row,) = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line[:1] == "{"]
     assert (row["level"], row["event"], row["logger"]) == ("warning", "other", "some.library")
     assert row["text"] == "it is \x1b[31mdeprecated"
+
+
+def test_record_that_a_library_made_wrong_ends_nobody(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    with to_standard_error("json"):
+        logging.getLogger("some.library").warning("%d", "no number")
+        logging.getLogger("some.library").warning("next")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line[:1] == "{"]
+    assert [json.loads(line)["text"] for line in lines] == ["next"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,8 +17,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.dashboards import Day, a_day
-from tests.running import brokering
+from tests.running import brokering, until
 from zfabric import metrics
+from zfabric.config import BrokerConfig
 from zfabric.errors import ConfigError
 from zfabric.eventnames import EVENTS
 
@@ -172,6 +176,35 @@ def test_running_broker_is_scraped_over_http() -> None:
                 metrics.serve("127.0.0.1", port, dict)
         finally:
             end()
+
+
+def test_peers_that_say_nothing_or_go_away_cost_nothing_for_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics.Handler, "timeout", 0.2)
+    before = threading.active_count()
+    port, end = metrics.serve("127.0.0.1", 0, dict)
+    try:
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        until(lambda: threading.active_count() >= before + 2)
+        reset = socket.create_connection(("127.0.0.1", port))
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.close()
+        for each in silent:
+            each.settimeout(10)
+            assert each.recv(1) == b""
+            each.close()
+        until(lambda: threading.active_count() == before + 1)
+    finally:
+        end()
+    assert capfd.readouterr().err == ""
+
+
+def test_address_of_the_metrics_may_be_in_brackets_and_is_named_where_it_is_wrong() -> None:
+    assert BrokerConfig(bind="[::1]").metrics_at == "::1"
+    assert BrokerConfig(metrics_bind="[::]").metrics_at == "::"
+    with pytest.raises(ConfigError, match="see --metrics-bind"):
+        metrics.serve("192.0.2.1", 0, dict)
 
 
 def test_broker_that_does_not_answer_gives_an_empty_scrape() -> None:

@@ -209,8 +209,40 @@ def test_too_long_is_marked_and_final(bad):
     assert results[0] == Result.too_long()
 
 
+UNROUTED = {
+    "vllm": reply({"detail": "Not Found"}, 404),
+    "post": reply({"detail": "Method Not Allowed"}, 405),
+    "llama.cpp": error(404, "File Not Found", type="not_found_error"),
+    "openai": error(404, "Invalid URL (POST /v2/v1/chat/completions)"),
+}
+
+
+@pytest.mark.parametrize("bad", UNROUTED.values(), ids=UNROUTED)
+def test_a_wrong_address_ends_no_item(bad):
+    with faking(failing(bad)) as server, engine(server) as made:
+        server.documents.clear()
+        results, problem = run(made, batch("bad"))
+    assert not results
+    assert isinstance(problem, EngineUnreachable)
+    assert "look at --url" in str(problem)
+
+
+@pytest.mark.parametrize("bad", UNROUTED.values(), ids=UNROUTED)
+def test_a_path_that_a_server_has_not_is_the_fault_of_who_asks_for_it(bad):
+    with faking(failing(bad)) as server, engine(server) as made:
+        results, problem = run(made, batch("good", "bad"))
+    assert problem is None
+    assert error_of(results[1])["code"] == "bad_request"
+
+
 @pytest.mark.parametrize(
-    "bad", [error(401, "bad key"), Reply(404, b"<html>nothing</html>"), Reply(503, b"loading")]
+    "bad",
+    [
+        error(401, "bad key"),
+        error(402, "Insufficient Balance"),
+        Reply(404, b"<html>nothing</html>"),
+        Reply(503, b"loading"),
+    ],
 )
 def test_what_no_item_is_to_blame_for_charges_nobody(bad, monkeypatch):
     monkeypatch.setattr(httpdriver, "AWAY_S", 0.002)

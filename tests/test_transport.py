@@ -152,3 +152,22 @@ def test_messages_go_whole_and_wait_where_the_socket_takes_no_more() -> None:
         assert got == messages and not outbound
     finally:
         context.destroy(0)
+
+
+def test_connection_that_cannot_be_made_leaves_nothing_open() -> None:
+    """Its context would never end."""
+    code = """
+import zmq
+from zfabric.transport import connect_watched
+context = zmq.Context()
+try:
+    connect_watched(context, "tcp://$:1", None)
+except zmq.ZMQError:
+    context.term()
+    print("ended")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == "ended\n"

@@ -12,6 +12,11 @@ from zfabric.errors import ConfigError
 
 PORT_MAX = 65_535
 SCHEME = "tcp://"
+# What libzmq connects to; with anything else it fails, or means more than a host (`;`).
+HOST_PORT = re.compile(
+    r"(?:\[([0-9a-f.]*:[0-9a-f:.]*(?:%[\w.-]+)?)\]|([a-z0-9][\w.%-]*|\*)):(\d{1,5})",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -24,7 +29,7 @@ def parse_address(text: str) -> tuple[str, int]:
     rest = text.strip().removeprefix(SCHEME)
     if "://" in rest:
         raise ConfigError(f"{wrong}: only {SCHEME} is supported {example}")
-    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:/\[\]]+)):(\d{1,5})", rest, re.ASCII)
+    match = HOST_PORT.fullmatch(rest)
     if match is None:
         if rest.count(":") > 1 and not rest.startswith("["):
             raise ConfigError(f"{wrong}: put an IPv6 host in brackets: tcp://[::1]:7410")

@@ -217,8 +217,9 @@ class BrokerConfig:
 
     @property
     def metrics_at(self) -> str:
-        """The address of the metrics."""
-        return self.metrics_bind or (self.bind if self.keys_directory is None else "127.0.0.1")
+        """The address of the metrics, an IPv6 one without brackets."""
+        place = self.metrics_bind or (self.bind if self.keys_directory is None else "127.0.0.1")
+        return place.strip("[]")
 
     @property
     def ports(self) -> tuple[int, int, int]:

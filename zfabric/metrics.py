@@ -7,8 +7,12 @@ of the server; it asks the broker's loop for a status and touches nothing else.
 
 from __future__ import annotations
 
+import errno
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import (
@@ -236,6 +240,21 @@ def only_at(paths: Iterable[str], app: Callable[..., Any]) -> Callable[..., Any]
     return answer
 
 
+class Handler(WSGIRequestHandler):
+    """One connection: it holds a thread and a descriptor of the broker, so it has to speak."""
+
+    # seconds
+    timeout = 10.0
+
+    def log_message(self, *args: object) -> None:
+        """Scrapes are no news."""
+
+
+def _said_unless_gone(request: object, client_address: object) -> None:
+    if not isinstance(sys.exception(), OSError):
+        traceback.print_exc()
+
+
 def serve(bind: str, port: int, ask: Callable[[], Status]) -> tuple[int, Callable[[], None]]:
     """Serve `http://bind:port/metrics` from a thread; the port it got, and how to end it.
 
@@ -245,11 +264,14 @@ def serve(bind: str, port: int, ask: Callable[[], Status]) -> tuple[int, Callabl
         known = registry(ask)
         server, thread = start_http_server(port, bind, known)
         server.set_app(only_at(PATHS, make_wsgi_app(known)))
+        # Who goes away is no news, and who says nothing must not stay.
+        server.RequestHandlerClass = Handler
+        server.handle_error = _said_unless_gone  # type: ignore[method-assign]
     except OSError as error:
-        raise ConfigError(
-            f"cannot serve metrics on {bind} port {port}: {error.strerror}; another --metrics-port "
-            "may be free"
-        ) from None
+        ports = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        hint = "another --metrics-port may be free" if ports else "see --metrics-bind"
+        text = f"cannot serve metrics on {bind} port {port}: {error.strerror}; {hint}"
+        raise ConfigError(text) from None
 
     def end() -> None:
         server.shutdown()

@@ -173,11 +173,21 @@ def connect_watched(
     before: Trouble | None = None,
     linger_ms: int = 2_000,
 ) -> tuple[Socket, Handshakes]:
-    """The same, and what becomes of its handshakes; `before` is what spoke against the last one."""
+    """The same, and what becomes of its handshakes; `before` is what spoke against the last one.
+
+    Where it raises nothing stays open, or the context's end would wait for it for ever.
+    """
     socket = _dealer(context, address, linger_ms)
-    set_key(socket, key)
-    handshakes = Handshakes(context, socket, before)
-    socket.connect(address)
+    handshakes = None
+    try:
+        set_key(socket, key)
+        handshakes = Handshakes(context, socket, before)
+        socket.connect(address)
+    except zmq.ZMQError:
+        if handshakes is not None:
+            handshakes.close()
+        socket.close(0)
+        raise
     return socket, handshakes
 
 

@@ -65,11 +65,11 @@ class CacheCounts:
 
 def read_metrics(text: str) -> Counters | None:
     """The counters in a Prometheus text; None where the server has none that are known."""
-    values: dict[str, float] = {}
+    values: dict[str, int] = {}
     for name, number in _LINE.findall(text):
         try:
-            values[name] = values.get(name, 0.0) + float(number)
-        except ValueError:
+            values[name] = values.get(name, 0) + int(float(number))
+        except (ValueError, OverflowError):
             continue
     cached = next((values[name] for name in _CACHED if name in values), None)
     if cached is None:
@@ -80,7 +80,7 @@ def read_metrics(text: str) -> Counters | None:
         if computed is None:
             return None
         asked = computed + cached
-    return Counters(int(asked), int(cached))
+    return Counters(asked, cached)
 
 
 def disagreement(stats: CacheStats, server: Counters) -> str | None:

@@ -33,7 +33,7 @@ from zfabric.errors import ConfigError, FabricError
 from zfabric_workers.cachecounts import CacheCounts, Counters, read_metrics
 from zfabric_workers.flight import Flight, Places
 from zfabric_workers.inflight import Limit
-from zfabric_workers.requestlines import Call, read_call
+from zfabric_workers.requestlines import Call, bad_request, read_call
 from zfabric_workers.secrecy import hiding
 from zfabric_workers.verdicts import TEXT_CHARS_MAX, Finished, Trouble, Verdict, judge
 
@@ -249,6 +249,11 @@ class Driver:
             verdict = await self._post(call, slot)
             if isinstance(verdict, Finished) or verdict.kind == "memory":
                 return verdict
+            if verdict.kind == "unrouted":
+                # A server that is found at this address has all the paths that it will ever have.
+                if await self._get("/v1/models", METRICS_BYTES_MAX) is None:
+                    return Trouble("away", verdict.text)
+                return Finished(bad_request(verdict.text))
             if verdict.kind == "hung":
                 return Trouble("fault" if await self._answers() else "away", verdict.text)
             if lost and verdict.kind in ("lost", "away"):

@@ -1,8 +1,9 @@
 """How many requests a server is given at once: as told, or found by climbing.
 
 Found: begin low, double while that makes the work done per second grow by a tenth or more, go back
-to the best when it does not, and halve when the server says that it is busy. Times are seconds on
-the caller's clock; work is in any unit that stays the same (tokens computed).
+to the best when it does not. Either way halve when the server says that it is busy, and double up
+to where that was for each minute in which it does not. Times are seconds on the caller's clock;
+work is in any unit that stays the same (tokens computed).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ GROWTH_MIN = 1.10
 ROUNDS = 3
 # All requests in flight are told at once that the server is busy: that is one word, not many.
 BUSY_AGAIN_S = 1.0
+# A limit of requests or tokens is mostly by the minute.
+QUIET_S = 60.0
 
 
 class Limit:
@@ -23,6 +26,8 @@ class Limit:
         self._climbing = fixed is None
         self._best: tuple[float, int] | None = None
         self._busy_s: float | None = None
+        # where it was before the server was busy, and since when it is lower than that
+        self._before, self._lowered_s = 0, 0.0
         # The measurement of the present level: since when, and what came.
         self._began_s: float | None = None
         self._answers = self._work = 0
@@ -34,11 +39,14 @@ class Limit:
     def busy(self, now: float) -> None:
         """The server took no more."""
         if self._busy_s is None or now - self._busy_s >= BUSY_AGAIN_S:
-            self._busy_s = now
+            self._busy_s = self._lowered_s = now
+            self._before = max(self._before, self.value)
             self.value, self._climbing = max(1, self.value // 2), False
 
     def note(self, now: float, work: int, *, full: bool) -> None:
         """An answer came; `full` says whether every place was in use until then."""
+        if self.value < self._before and now - self._lowered_s >= QUIET_S:
+            self._lowered_s, self.value = now, min(2 * self.value, self._before)
         if not self._climbing:
             return
         if not full or self._began_s is None:

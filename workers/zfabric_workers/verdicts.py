@@ -5,7 +5,10 @@
     408, 500, HTML, torn JSON,
     too few or too many choices      `fault`: the server's; tried again here, then elsewhere
     429                              `busy`: tried again when it says
-    401, 404 without JSON, 502-504   `away`: nothing is charged, the worker pauses
+    401, 402, 404 without JSON,
+    502-504                          `away`: nothing is charged, the worker pauses
+    404 of a web framework, which
+    knows no such path               `unrouted`: the request's fault or the address's
     "out of memory"                  `memory`
 
 Pure: bytes and numbers in, a verdict out. Counts are tokens, times seconds. A server may echo what
@@ -23,7 +26,9 @@ from typing import Any, Literal, TypeAlias
 from zfabric.engine import Result
 from zfabric_workers.requestlines import EMBEDDINGS, LIST_OF, Call
 
-TroubleKind: TypeAlias = Literal["busy", "fault", "away", "memory", "lost", "hung", "died"]
+TroubleKind: TypeAlias = Literal[
+    "busy", "fault", "away", "memory", "lost", "hung", "died", "unrouted"
+]
 TEXT_CHARS_MAX = 500
 EXCERPT_CHARS = 200
 # Looked through for an excerpt: much more than that, so that a key at its end is in there whole.
@@ -40,6 +45,8 @@ _TOO_LONG = re.compile(
     r"|longer than the maximum (model|context) length|input (is )?too long",
     re.IGNORECASE,
 )
+# What frameworks say of a path that they do not know: FastAPI (vLLM, SGLang), llama.cpp, OpenAI.
+_NO_PATH = re.compile(r"(file )?not found|method not allowed|invalid url\b.*", re.IGNORECASE)
 _REFUSED_CODES = ("content_filter", "content_policy_violation", "responsible_ai_policy_violation")
 _NO_CREDIT_CODES = ("insufficient_quota", "billing_hard_limit_reached")
 
@@ -107,10 +114,14 @@ def judge(
         return Trouble("fault", text)
     if code in _REFUSED_CODES or kind in _REFUSED_CODES:
         return Finished(Result.failed("refused", told[:TEXT_CHARS_MAX]))
+    if status == 402:
+        return Trouble("away", f"the server wants to be paid: {text}")
     if status in (401, 403, 407):
         return Trouble("away", f"the server refuses the API key: {text}")
     if status in (404, 405) and not message:
         return Trouble("away", f"the server has no {call.url}: {text}; look at --url")
+    if status in (404, 405) and _NO_PATH.fullmatch(message.strip(" .")):
+        return Trouble("unrouted", f"the server has no {call.url}: {text}; look at --url")
     if code in _TOO_LONG_CODES or kind in _TOO_LONG_CODES or _TOO_LONG.search(message):
         return Finished(Result.too_long())
     return Finished(Result.failed("bad_request", text[:TEXT_CHARS_MAX]))

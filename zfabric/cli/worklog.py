@@ -20,6 +20,11 @@ class _ToLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """One record. Records of others count from warnings up."""
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 - a library's own mistake, which must not end its caller
+            self.handleError(record)
+            return
         event = getattr(record, "event", OTHER)
         if event == OTHER and record.levelno < logging.WARNING:
             return
@@ -30,7 +35,7 @@ class _ToLog(logging.Handler):
                 "seq": self._said,
                 "time": record.created,
                 "event": event,
-                "text": record.getMessage(),
+                "text": text,
                 **fields,
             }
         )
