@@ -47,7 +47,7 @@ from zfabric.segment import (
     word_offset,
 )
 
-__all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "open_backing"]
+__all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "nonce_of", "open_backing"]
 
 
 def open_backing(
@@ -164,7 +164,7 @@ class _Recovery:
             (SEGMENTS, ITEMS, self._items),
         ):
             for path in self._files.find(self._root / part, ".seg"):
-                if _nonce_of(path) in backing.catalog.retired:
+                if nonce_of(path) in backing.catalog.retired:
                     self._changes.append(partial(self._files.unlink, path))
                     continue
                 if self._files.file_bytes(path) is None:
@@ -348,7 +348,8 @@ def _name_the_lost(known: catalogs.Catalog, results: list[Scanned], items: list[
         floor.upto = max(floor.upto, number - 1)
 
 
-def _nonce_of(path: Path) -> int | None:
+def nonce_of(path: Path) -> int | None:
+    """The nonce that a file's name tells, None where it is no name of ours."""
     try:
         return int(path.stem, 16)
     except ValueError:
