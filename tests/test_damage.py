@@ -12,6 +12,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from zfabric.segment import (
     WORDS,
     NewerFormat,
     decode_word,
+    pack_header,
     read_header,
     word_offset,
 )
@@ -676,6 +678,50 @@ def test_damage_of_several_bits_is_told_by_the_hole_in_the_numbers(tmp_path: Pat
     assert told == {3, 4}
     assert set(producer.results) == {1, 2, 3, 4, 5, 6}
     assert bench.found.damaged
+
+
+def bad_signature(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    header = read_header(bytes(data[:HEADER_BYTES]))
+    data[:HEADER_BYTES] = pack_header(replace(header, components=(*header.components, 5)))
+    path.write_bytes(data)
+
+
+def bad_word(path: Path) -> None:
+    flip(path, 8 * (word_offset(0) + 2))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (bad_signature, "its components do not have its signature"),
+        (bad_word, "its state word is damaged, item 7"),
+    ],
+)
+def test_verify_tells_what_a_start_would_find(
+    template: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
+    root = tmp_path / "data"
+    shutil.copytree(template, root)
+    damage(one(root, "segments", Shape.of("m", "b")))
+    assert main(["segments", "verify", str(root)]) == 1
+    assert f": {reason}\n" in capsys.readouterr().out
+
+
+def test_list_names_the_files_that_it_cannot_read(
+    template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "data"
+    shutil.copytree(template, root)
+    bad_signature(one(root, "segments", Shape.of("m", "b")))
+    assert main(["segments", "ls", str(root)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3
+    assert err.count(": its components") == 1
 
 
 def test_the_same_damage_in_two_files_is_counted_twice(tmp_path: Path) -> None:

@@ -238,6 +238,17 @@ def test_the_reserve_itself_does_not_fill_the_disk(tmp_path: Path) -> None:
     assert room.reserve_bytes
 
 
+def test_reserve_without_blocks_gets_them_at_the_next_start(tmp_path: Path) -> None:
+    reserve = tmp_path / diskroom.RESERVE
+    reserve.touch()
+    room = diskroom.DiskRoom(OsFiles(tmp_path))
+    room.min_free_bytes = 0
+    assert room.refusal(1.0, lambda: 0) is None
+    assert 512 * reserve.stat().st_blocks >= diskroom.RESERVE_BYTES
+    assert room.give_up_reserve()
+    assert not reserve.exists()
+
+
 def test_half_a_write_that_met_the_end_of_the_disk_is_not_found_again(tmp_path: Path) -> None:
     disk = TakesSome(tmp_path)
 

@@ -149,6 +149,27 @@ def test_crash_at_every_point_of_making_holes(tmp_path: Path) -> None:
             found.backing.close()
 
 
+def test_file_that_a_crash_left_behind_its_record_is_no_damage(tmp_path: Path) -> None:
+    bench = PinBench(tmp_path / "run")
+    _, worker = bench.pin()
+    bench.look_again()
+    first = len(bench.faults.ops)
+    (key,) = worker.batches
+    worker.done(key, [PINNING])
+    for _ in range(4):
+        bench.tick(0.3)
+        bench.settle()
+    bench.backing.close()
+    gone = [
+        at
+        for at, op in enumerate(bench.faults.ops)
+        if at >= first and op.kind == "unlink" and op.path.startswith("segments")
+    ]
+    bench.faults.killed(gone[0]).put(tmp_path / "killed")
+    assert list((tmp_path / "killed" / "segments").rglob("*.seg"))
+    assert main(["segments", "verify", str(tmp_path / "killed")]) == 0
+
+
 def test_segment_that_is_merely_busy_gets_no_holes(tmp_path: Path) -> None:
     bench = PinBench(tmp_path)
     bench.pin()

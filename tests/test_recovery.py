@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from pathlib import Path
@@ -684,4 +685,35 @@ def test_results_that_are_read_slowly_leave_no_large_file(
     heir.hello()
     bench.settle()
     assert heir.results == {20: [Status.OK]}
+    bench.check()
+
+
+@pytest.mark.parametrize("left", ["requeued", "damaged"])
+def test_rebuilt_catalog_knows_whose_only_item_has_no_plain_number(
+    tmp_path: Path, left: str
+) -> None:
+    bench = DiskBench(tmp_path, attempts_max=1)
+    if left == "requeued":
+        producer = bench.producer_of_dead()
+        producer.ack()
+        assert producer.ask("dead.requeue", all=True) == {"requeued": 1}
+    else:
+        bench.producer().submit([100])
+        bench.settle()
+    # Of another producer there are items: the first one's number must not look forgotten.
+    bench.producer("other", 5).submit([100] * 2, Shape.of("m", "other"))
+    bench.settle()
+    bench.crash()
+    bench.backing.close()
+    if left == "damaged":
+        signature = Shape.of("m", "a").signature
+        (path,) = (tmp_path / "segments" / "m" / f"{signature:016x}").rglob("*.seg")
+        with path.open("r+b") as handle:
+            handle.seek(-8, os.SEEK_END)
+            handle.write(b"\xff")
+    (tmp_path / "catalog.log").unlink()
+    bench = DiskBench(tmp_path, rebuild=True, attempts_max=1)
+    assert {found.name for found in bench.found.producers.values()} == {"lost-0", "lost-1"}
+    assert bench.status()["ready_items"] == 2 + (left == "requeued")
+    assert [lost.number for lost in bench.found.quarantined] == [1] * (left == "damaged")
     bench.check()

@@ -30,8 +30,10 @@ class DiskRoom:
         self.reason: str | None = None
         self._checked_s = -SPACE_CHECK_S
         self._path = files.root / RESERVE
-        # whether the reserve is held
+        # whether the reserve is held, and whether it is known to have its blocks: a crash may have
+        # come before it got them, and a copy of a directory may have left them out
         self.reserved = files.exists(self._path)
+        self._filled = False
 
     def refusal(self, now: float, used_bytes: Callable[[], int]) -> str | None:
         """Why nothing new may be taken in, or None; `used_bytes` says what this store uses."""
@@ -45,11 +47,11 @@ class DiskRoom:
             self.give_up_reserve()
         elif self.max_disk_bytes is not None and used_bytes() >= self.max_disk_bytes:
             self.reason = f"the store uses the {self.max_disk_bytes} bytes that it may"
-        elif not self.reserved and free >= self.min_free_bytes + RESERVE_BYTES:
+        elif not self._filled and free >= self.min_free_bytes + RESERVE_BYTES:
             # Keep room for results on a disk that others may fill. It must not be what makes this
             # disk full: it would be given up at the next look, and held again at the one after.
             self._files.reserve(self._path, RESERVE_BYTES)
-            self.reserved = True
+            self.reserved = self._filled = True
         return self.reason
 
     @property
@@ -62,5 +64,5 @@ class DiskRoom:
         if not self.reserved:
             return False
         self._files.unlink(self._path)
-        self.reserved = False
+        self.reserved = self._filled = False
         return True

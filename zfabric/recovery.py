@@ -40,7 +40,7 @@ from zfabric.segment import (
     word_offset,
 )
 
-__all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "open_backing"]
+__all__ = ["FoundProducer", "FoundSegment", "Lost", "Recovered", "nonce_of", "open_backing"]
 
 
 def open_backing(
@@ -157,7 +157,7 @@ class _Recovery:
             (SEGMENTS, ITEMS, self._items),
         ):
             for path in self._files.find(self._root / part, ".seg"):
-                if _nonce_of(path) in backing.catalog.retired:
+                if nonce_of(path) in backing.catalog.retired:
                     self._changes.append(partial(self._files.unlink, path))
                     continue
                 if self._files.file_bytes(path) is None:
@@ -332,17 +332,25 @@ def _name_the_lost(known: catalogs.Catalog, results: list[Scanned], items: list[
     """Give a name to every owner of which the catalog has lost the record, and a floor to all."""
     first: dict[int, int] = {}
     for file in (*results, *items):
-        for owner, number in zip(file.owners, file.numbers, strict=True):
-            if 0 < number <= NUMBER_MAX:
-                first[owner] = min(number, first.get(owner, number))
+        readable = [d.entry for d in file.damages if d.entry is not None]
+        for owner, number in (
+            *zip(file.owners, file.numbers, strict=True),
+            *((entry.owner, entry.number) for entry in readable),
+        ):
+            # A requeued item has an owner, too, and a number that says nothing of the others.
+            if number:
+                told = number if number <= NUMBER_MAX else NUMBER_MAX + 1
+                first[owner] = min(told, first.get(owner, told))
     for owner, number in first.items():
         if owner not in known.producers:
             known.take({"t": "producer", "i": owner, "name": f"lost-{owner}"})
         floor = known.producers[owner]
-        floor.upto = max(floor.upto, number - 1)
+        if number <= NUMBER_MAX:
+            floor.upto = max(floor.upto, number - 1)
 
 
-def _nonce_of(path: Path) -> int | None:
+def nonce_of(path: Path) -> int | None:
+    """The nonce that a file's name tells, None where it is no name of ours."""
     try:
         return int(path.stem, 16)
     except ValueError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from zfabric.errors import ConfigError, StorageError
 from zfabric.words import counted
 
 if TYPE_CHECKING:
-    from zfabric.pins import Hole
+    from zfabric.catalog import Catalog
 
 EXIT_DAMAGE = 1
 # A file that seems damaged may be in the middle of a write, or of getting a hole.
@@ -57,7 +56,12 @@ def _need_more() -> int:
 
 def run_ls(args: argparse.Namespace) -> int:
     """List every file."""
-    rows = [file for file in _files(args.directory) if "error" not in file]
+    rows = []
+    for file in _files(args.directory):
+        if "error" in file:
+            common.say(f"{file['file']}: {file['error']}")
+        else:
+            rows.append(file)
     if args.json:
         common.show_json([{k: v for k, v in row.items() if k != "damage"} for row in rows])
         return 0
@@ -104,88 +108,95 @@ def run_verify(args: argparse.Namespace) -> int:
     return EXIT_DAMAGE if problems else 0
 
 
-def _catalog(directory: Path) -> tuple[str | None, dict[int, list[Hole]]]:
-    """(what is wrong with the catalog, the holes that it tells of)."""
+def _catalog(directory: Path) -> tuple[str | None, Catalog]:
+    """(what is wrong with the catalog, what it says; nothing where that cannot be known)."""
     from zfabric import catalog
     from zfabric.cataloglog import CATALOG
-    from zfabric.pins import Hole
 
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give the broker's --data")
     try:
         known, _ = catalog.read((directory / CATALOG).read_bytes())
     except FileNotFoundError:
-        return "missing", {}
+        return "missing", catalog.Catalog()
     except StorageError as error:
-        return str(error), {}
-    holes = {n: [Hole(*r["hole"]) for r in records] for n, records in known.holes.items()}
-    return None if known.store_id else "does not begin with its store record", holes
+        return str(error), catalog.Catalog()
+    return None if known.store_id else "does not begin with its store record", known
 
 
 def _files(directory: Path) -> Iterator[dict[str, Any]]:
     """Every segment file, read whole, one after the other."""
     from zfabric.files import OUTBOX, SEGMENTS
     from zfabric.osfiles import OsFiles
+    from zfabric.segment import ITEMS, RESULTS
 
-    _, holes = _catalog(directory)
-    for part in (SEGMENTS, OUTBOX):
+    _, known = _catalog(directory)
+    for part, kind in ((SEGMENTS, ITEMS), (OUTBOX, RESULTS)):
         # A broker at work removes directories that have become empty.
         for path in OsFiles(directory).find(directory / part, ".seg"):
             try:
-                row = _look(directory, path, holes)
+                row = _look(directory, path, kind, known)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 row = {"error": error.strerror or str(error), "bytes": 0}
-            yield {"file": str(path.relative_to(directory)), **row}
+            if row is not None:
+                yield {"file": str(path.relative_to(directory)), **row}
 
 
-def _look(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
-    """One file. What a running broker is just writing is looked at again."""
-    row = _read(directory, path, holes)
-    for _ in range(LOOKS_MAX):
+def _look(directory: Path, path: Path, kind: str, known: Catalog) -> dict[str, Any] | None:
+    """One file; None where all of it is over. What a broker is just writing is looked at again."""
+    from zfabric.recovery import nonce_of
+
+    for look in range(LOOKS_MAX + 1):
+        if look:
+            time.sleep(LOOK_AGAIN_S)
+            known = _catalog(directory)[1]
+        if nonce_of(path) in known.retired:
+            return None
+        row = _read(directory, path, kind, known)
         if not row.get("damage") and "error" not in row:
             break
-        time.sleep(LOOK_AGAIN_S)
-        row = _read(directory, path, _catalog(directory)[1])
     return row
 
 
-def _read(directory: Path, path: Path, holes: Mapping[int, list[Hole]]) -> dict[str, Any]:
-    from zfabric.entries import Damage, scan
+def _read(directory: Path, path: Path, kind: str, known: Catalog) -> dict[str, Any]:
+    """What a start of the broker would find in a file."""
     from zfabric.files import place_of
-    from zfabric.pins import around
-    from zfabric.segment import HEADER_BYTES, decode_word, is_whole, read_header, words_of
+    from zfabric.scanning import scan_file
+    from zfabric.segment import LIVE_WORD, word_offset
 
     data = path.read_bytes()
     try:
-        header = read_header(data[:HEADER_BYTES])
+        found = scan_file(
+            path,
+            kind,
+            data,
+            lambda header: directory / place_of(header),
+            lambda nonce: known.holes.get(nonce, ()),
+        )
     except StorageError as error:
         return {"error": str(error), "bytes": len(data)}
-    if directory / place_of(header) != path:
-        return {"error": "its header does not fit its path", "bytes": len(data)}
-    words, _ = words_of(data[HEADER_BYTES : header.data_offset])
-    entries = live = 0
-    damage: list[dict[str, Any]] = []
-    if not is_whole(data[:HEADER_BYTES], header):
-        damage.append({"offset": 0, "reason": "a header copy is damaged", "number": None})
-    ranges = around(holes.get(header.nonce, ()), header.data_offset)
-    body = data[header.data_offset :]
-    parts = [scan(header, body, start=start, stop=stop) for start, stop in ranges]
-    for found in itertools.chain(*parts):
-        if isinstance(found, Damage):
-            row = {"offset": found.offset, "reason": found.reason, "number": found.number}
-            damage.append(row)
-            continue
-        entries += 1
-        live += not decode_word(words[found.place])[0]
+    damage = [
+        {
+            "offset": word_offset(place),
+            "reason": "its state word is damaged",
+            "number": found.numbers[place] or None,
+        }
+        for place in found.healed
+        if place < found.places
+    ]
+    damage += [{"offset": d.offset, "reason": d.reason, "number": d.number} for d in found.damages]
+    if found.header_damaged:
+        damage.insert(0, {"offset": 0, "reason": "a header copy is damaged", "number": None})
+    entries = [place for place, number in enumerate(found.numbers) if number]
     return {
-        "kind": header.kind,
-        "model": header.model,
-        "signature": f"{header.signature:016x}",
-        "lane": header.lane,
-        "entries": entries,
-        "live": live,
+        "kind": kind,
+        "model": found.header.model,
+        "signature": f"{found.header.signature:016x}",
+        "lane": found.header.lane,
+        "entries": len(entries),
+        "live": sum(found.words[place] == LIVE_WORD for place in entries),
         "bytes": len(data),
         "damage": damage,
     }
