@@ -463,7 +463,7 @@ def test_non_empty_output_is_refused_and_kept(files: Files) -> None:
     assert files.output.read_bytes() == before
     with files.open(overwrite=True) as new:
         assert not new.is_done("a")
-        assert new.superseded == out.job.name != new.job.name
+        assert new.job.superseded[-1] == out.job.name != new.job.name
     assert files.output.read_bytes() == b""
     with pytest.raises(ConfigError, match="exclude"):
         files.open(resume=True, overwrite=True)
@@ -476,7 +476,7 @@ def test_resume_continues_the_same_job(files: Files) -> None:
         out.write_bad_line(BAD)
     with files.open(resume=True) as again:
         assert again.job == out.job
-        assert again.superseded is None
+        assert again.job.superseded == ()
         assert [again.is_done(name) for name in "abc"] == [True, True, False]
         assert not again.write_bad_line(BAD)
         assert again.write_result(3, "c", b"{}")
@@ -524,7 +524,7 @@ def test_damage_in_the_middle_is_removed_and_renews_the_job(files: Files) -> Non
     files.output.chmod(0o640)
     with files.open(resume=True) as again:
         assert [again.is_done(name) for name in "abc"] == [True, False, True]
-        assert again.superseded == out.job.name
+        assert again.job.superseded[-1] == out.job.name
         with pytest.raises(ConfigError, match="being written"):
             files.open(resume=True)
         assert again.write_result(2, "b", b"{}")
@@ -563,7 +563,7 @@ def test_removed_output_is_not_resumed_under_the_old_name(files: Files) -> None:
     files.output.unlink()
     with files.open(resume=True) as again:
         assert not again.is_done("a")
-        assert again.superseded == out.job.name
+        assert again.job.superseded[-1] == out.job.name
 
 
 def test_retry_failed_redoes_failures_under_a_new_name(files: Files) -> None:
@@ -574,7 +574,7 @@ def test_retry_failed_redoes_failures_under_a_new_name(files: Files) -> None:
     with files.open(retry_failed=True) as again:
         assert [again.is_done(name) for name in "abc"] == [True, False, False]
         assert (again.failures_total, again.bad_lines_total) == (0, 1)
-        assert again.superseded == out.job.name
+        assert again.job.superseded[-1] == out.job.name
         assert not again.write_bad_line(BAD)
         assert [row.get("line") for row in files.rows(files.errors)] == [3]
         again.write_result(2, "b", b"{}")
@@ -615,7 +615,7 @@ def test_resume_with_another_input(files: Files, change: str) -> None:
         files.open(resume=True)
     with files.open(resume=True, force=True) as again:
         assert again.is_done("a")
-        assert again.superseded == out.job.name
+        assert again.job.superseded[-1] == out.job.name
         assert again.write_bad_line(BAD)
         assert again.bad_lines_total == 1
     assert len(files.rows(files.errors)) == 1
@@ -863,7 +863,7 @@ def test_another_model_renews_the_job_and_judges_bad_lines_anew(files: Files) ->
         out.write_bad_line(BadLine(3, "c", "missing_model", "pass --model"))
     with files.open(resume=True, model="tiny") as again:
         assert again.model_changed
-        assert again.superseded == out.job.name != again.job.name
+        assert again.job.superseded[-1] == out.job.name != again.job.name
         assert [again.is_done(name) for name in "abc"] == [True, True, False]
         assert (again.results_total, again.failures_total, again.bad_lines_total) == (1, 1, 0)
         assert again.write_bad_line(BadLine(3, "c", "bad_body", "still wrong"))
@@ -872,7 +872,7 @@ def test_another_model_renews_the_job_and_judges_bad_lines_anew(files: Files) ->
         assert not third.model_changed
         assert not third.write_bad_line(BadLine(3, "c", "bad_body", "still wrong"))
     with files.open(resume=True) as fourth:
-        assert fourth.superseded == again.job.name
+        assert fourth.job.superseded[-1] == again.job.name
 
 
 def test_another_model_with_failures_retried(files: Files) -> None:

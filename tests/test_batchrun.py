@@ -33,6 +33,7 @@ from tests.running import (
     write_batch,
 )
 from zfabric import batchrun, batchwatch
+from zfabric.batchfile import BatchOutput
 from zfabric.batchrows import too_long_body, usage_of
 from zfabric.batchrun import run_batch
 from zfabric.batchwatch import Gone, Meter, Watch
@@ -273,6 +274,28 @@ def test_the_answer_of_a_line_that_has_become_a_bad_one_holds_nothing_up(tmp_pat
         assert balanced_outbox(broker.address) == 0
     assert (summary.adopted, summary.submitted) == (159, 0)
     assert (summary.done, summary.bad, summary.duplicates) == (159, 1, 1)
+
+
+def test_what_a_run_superseded_is_cancelled_although_it_was_killed_before_it_did(tmp_path):
+    source = write_batch(tmp_path / "in.jsonl", [request(f"q-{k}") for k in range(10)])
+    files = (source, tmp_path / "out.jsonl")
+    stop = threading.Event()
+
+    def stopping(now):
+        if now.total_exact:
+            stop.set()
+
+    with brokering() as broker:
+        options = {"broker": broker.address, "stop": stop, "progress": stopping}
+        first = run_batch(*files, **options)
+        # A run with another model took the files, and was killed before it reached the broker.
+        BatchOutput.open(files[1], input_path=source, resume=True, model="n").close()
+        stop.clear()
+        second = run_batch(*files, resume=True, model="n", **options)
+        assert (second.job != first.job, second.submitted) == (True, 10)
+        with operating(broker.address) as client:
+            until(lambda: client.stats()["ready_items"] == 10)
+            assert [row["name"] for row in client.request("producers.ls")] == [second.job]
 
 
 def balanced_outbox(address):

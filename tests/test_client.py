@@ -331,6 +331,23 @@ def test_failure_nested_too_deeply_to_be_read_is_a_failure_all_the_same() -> Non
     assert (error.code, error.text) == ("failed", "[" * 200)
 
 
+def test_a_callback_that_would_wait_is_told_so_and_holds_nothing_up() -> None:
+    told: list[BaseException | None] = []
+
+    def waits(client: Client) -> None:
+        for call in (lambda: client.submit(items(1)[0]), client.stats, client.drain):
+            try:
+                call()
+            except FabricError as error:
+                told.append(error)
+
+    with running() as (_, bound), working(bound.workers), Client(bound.producers) as client:
+        client.submit(items(1)[0]).add_done_callback(lambda _: waits(client))
+        until(lambda: len(told) == 3)
+        assert client.submit(items(1)[0]).result(10).ok
+    assert all("another thread" in str(error) for error in told)
+
+
 def test_several_threads_share_one_client() -> None:
     with running() as (_, at), working(at.workers), Client(at.producers) as client:
         got: list[int] = []

@@ -112,7 +112,6 @@ class _Run:
         self._options = options
         self._summary = Summary(output.job.name, str(output_path), output.job.errors)
         self._summary.resumed = output.results_total + output.failures_total
-        self._abandoned = [output.superseded] if output.superseded is not None else []
         self._renewals = 0
         self._inbox: deque[tuple[list[Arrival], int]] = deque()
         self._arrived = threading.Event()
@@ -184,7 +183,7 @@ class _Run:
     def _attempt(self) -> None:
         """Everything under one name. Raises Gone when that name has come to nothing."""
         try:
-            self._cancel_abandoned()
+            self._cancel_superseded()
             with self._client.stream(), self._source.open("rb") as stream:
                 self._read(stream)
             self._tell_total()
@@ -228,7 +227,6 @@ class _Run:
             raise Lost(f"the work was lost {RENEWALS_MAX} times ({reason}); look at the broker")
         self._output.sync()
         path = self._output_path.resolve()
-        self._abandoned.append(self._output.job.name)
         self._output.job = self._output.job.renewed(path)
         self._output.job.save(path)
         self._options.notice(f"{reason}: sending again what has no result")
@@ -237,13 +235,13 @@ class _Run:
         self._client = self._connect()
         self._begin()
 
-    def _cancel_abandoned(self) -> None:
-        for name in self._abandoned:
+    def _cancel_superseded(self) -> None:
+        for name in self._output.job.superseded:
             for op, args in (("producers.cancel", {}), ("producers.forget", {"force": True})):
                 # It may be unknown there, or its last connection not yet be known to be dead.
                 with contextlib.suppress(FabricError):
                     self._client.request(op, self._options.timeout_s, name=name, **args)
-        self._abandoned.clear()
+        self._output.superseded_cancelled()
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -57,7 +57,8 @@ class Client(Connection):
     Leaving `with Client(...)` waits until every submitted item has its result, however long that
     takes, as executors do; after 5 s the logger "zfabric" is told why. Leaving by an exception, or
     by `close`, does not wait. A client belongs to the process that made it: after a fork the child
-    needs one of its own.
+    needs one of its own. Callbacks of futures run in the client's thread, where nothing can wait:
+    what submits, asks or drains raises FabricError there.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class Client(Connection):
         Where there is none for all of them for ROOM_S, what fits goes first: others may take each
         place that is free, or never give back what they have. The time then begins anew.
         """
+        self._check_caller()
         allowed_s = math.inf if until is None else until - time.monotonic()
         while (accepted := self.enqueue(items, sink, order)) is None:
             left_s = math.inf if until is None else until - time.monotonic()
@@ -343,7 +345,7 @@ class Client(Connection):
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until every submitted item has its result. Raises TimeoutExpired."""
-        self._check_process()
+        self._check_caller()
         with self._changed:
             done = self._changed.wait_for(
                 lambda: not self._open or self._failure is not None, timeout

@@ -121,6 +121,15 @@ class Connection(ABC):
                 f"in process {os.getpid()}, or start processes with the method 'spawn'"
             )
 
+    def _check_caller(self) -> None:
+        """Before anything that waits: what it would wait for comes through the link's thread."""
+        self._check_process()
+        if self._link.is_here:
+            raise FabricError(
+                "a callback of a future cannot wait for the client that calls it: have another "
+                "thread do it, or use AsyncClient"
+            )
+
     # -- asking -------------------------------------------------------------------------------
 
     @property
@@ -160,7 +169,7 @@ class Connection(ABC):
 
         Raises ConfigError for arguments that no message can carry.
         """
-        self._check_process()
+        self._check_caller()
         reply: Future[Any] = Future()
         with self._lock:
             if self._failure is not None or self._closing:

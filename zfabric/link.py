@@ -68,9 +68,14 @@ class Link:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller runs in the link's own thread, as the callbacks of futures do."""
+        return threading.get_ident() == self._thread.ident
+
     def wake(self) -> None:
         """There is something to send. Never blocks, and does no harm after the end."""
-        if threading.get_ident() == self._thread.ident:
+        if self.is_here:
             # In the middle of a turn, which ends with sending.
             return
         # A full pipe or a closed one means that the thread has enough reasons to look.

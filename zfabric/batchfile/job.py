@@ -108,7 +108,8 @@ def _check_writable(path: Path) -> None:
 class Job:
     """One run and those that resume it.
 
-    `errors` is the path of its errors file, `model` what replaces the model of every request.
+    `errors` is the path of its errors file, `model` what replaces the model of every request,
+    `superseded` the names before this one of which the broker may still have work.
     """
 
     name: str
@@ -116,18 +117,26 @@ class Job:
     input: InputIdentity
     errors: str
     model: str | None = None
+    superseded: tuple[str, ...] = ()
 
     @classmethod
     def fresh(
-        cls, output: Path, identity: InputIdentity, errors: Path, model: str | None = None
+        cls,
+        output: Path,
+        identity: InputIdentity,
+        errors: Path,
+        model: str | None = None,
+        former: Job | None = None,
     ) -> Job:
-        """A job that no broker has seen before."""
+        """A job that no broker has seen before, in place of `former`."""
         generation = secrets.token_hex(GENERATION_BYTES)
-        return cls(job_name(output, generation), generation, identity, str(errors), model)
+        superseded = () if former is None else (*former.superseded, former.name)
+        name = job_name(output, generation)
+        return cls(name, generation, identity, str(errors), model, superseded)
 
     def renewed(self, output: Path) -> Job:
         """The same job under a name that no broker has seen before."""
-        return Job.fresh(output, self.input, Path(self.errors), self.model)
+        return Job.fresh(output, self.input, Path(self.errors), self.model, self)
 
     def save(self, output: Path) -> None:
         """Write the sidecar of `output`, atomically. Raises ConfigError if that fails."""
@@ -207,7 +216,8 @@ def _job(output: Path, row: dict[str, Any]) -> Job:
             raise ValueError(f"version {row['version']!r}")
         identity = InputIdentity(**row["input"])
         texts = (str(row["name"]), str(row["generation"]))
-        return Job(*texts, identity, str(row["errors"]), row.get("model"))
+        superseded = tuple(map(str, row.get("superseded", ())))
+        return Job(*texts, identity, str(row["errors"]), row.get("model"), superseded)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{sidecar_path(output)} is not a job of this version ({error}); "

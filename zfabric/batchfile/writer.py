@@ -8,6 +8,7 @@ what was not comes again, to be dropped here if its row did survive.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,9 +45,8 @@ DEAD_IDS_MAX = 100_000
 class BatchOutput:
     """The output and errors files of one job. Counts include the rows of earlier runs."""
 
-    def __init__(self, output: RowFile, errors: RowFile, job: Job, former: str | None) -> None:
+    def __init__(self, output: RowFile, errors: RowFile, job: Job) -> None:
         self.job = job
-        self._former = former
         self.results_total = 0
         self.failures_total = 0
         self.bad_lines_total = 0
@@ -102,8 +102,8 @@ class BatchOutput:
                 same = None
             errors_file = _open(errors, output)
             undo.callback(errors_file.close)
-            fresh = Job.fresh(output, identity, errors, model)
-            opened = cls(output_file, errors_file, fresh, job.name if job else None)
+            fresh = Job.fresh(output, identity, errors, model, former=job)
+            opened = cls(output_file, errors_file, fresh)
             opened._refuse_others_errors(job)
             if overwrite:
                 opened._empty()
@@ -126,10 +126,11 @@ class BatchOutput:
     ) -> None:
         self.close()
 
-    @property
-    def superseded(self) -> str | None:
-        """Name of the job that this one replaces; cancel it at the broker."""
-        return self._former if self._former != self.job.name else None
+    def superseded_cancelled(self) -> None:
+        """The broker has none of the jobs before this one any more. Raises ConfigError."""
+        if self.job.superseded:
+            self.job = replace(self.job, superseded=())
+            self.job.save(self._output.path)
 
     def is_done(self, custom_id: str) -> bool:
         """Whether a result or a failure of `custom_id` has been written."""
