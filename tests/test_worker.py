@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import http.server
 import os
@@ -14,6 +15,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import Future, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,22 @@ def test_engine_killed_in_a_batch_is_started_anew_and_the_batch_runs_again():
         events = client.request("events")
         assert any("killed by SIGKILL" in event["text"] for event in events)
         assert stats["workers"][0]["disconnects"] == 0
+
+
+def test_engine_that_cannot_be_started_now_is_started_later(monkeypatch):
+    real, lacking = SpawnProcess.start, [OSError(errno.EMFILE, "none left")]
+
+    def start(process):
+        if lacking:
+            raise lacking.pop()
+        real(process)
+
+    with broker() as address, serving(FAST, address) as worker, Client(address) as client:
+        assert list(client.map(items(b"a")))
+        monkeypatch.setattr(SpawnProcess, "start", start)
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        assert list(client.map(items(b"b")))
+        assert not lacking
 
 
 def test_poison_is_dead_after_three_attempts_and_its_neighbours_finish():

@@ -164,8 +164,8 @@ class EngineChild:
     def start(self) -> None:
         """Spawn the process; Loaded or Failed and Exited follow.
 
-        Raises ConfigError if the factory cannot be sent to another process, InvariantError if a
-        process is running.
+        Raises ConfigError if the factory cannot be sent to another process, OSError if the system
+        gives none now, InvariantError if a process is running.
         """
         if self._process is not None:
             raise InvariantError("the engine process is already running")
@@ -180,6 +180,10 @@ class EngineChild:
         )
         try:
             process.start()
+        except OSError:
+            ours.close()
+            lifeline.close()
+            raise
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             ours.close()
             lifeline.close()

@@ -193,7 +193,7 @@ class Worker:
         self._wake_w.setblocking(False)
         self._began_s = self._woke_s = time.monotonic()
         try:
-            self._child.start()
+            self._start_engine(self._began_s)
             self._dial(self._began_s)
             while not self._ended(time.monotonic()):
                 self._turn(wake_r)
@@ -465,6 +465,13 @@ class Worker:
         self._cache.begin()
         self._restart_at = now + self._restarts.take()
 
+    def _start_engine(self, now: float) -> None:
+        try:
+            self._child.start()
+        except OSError as error:
+            # No descriptor, no memory or no process is left: that may pass.
+            self._on_exit(Exited(1, f"could not be started: {error.strerror}", ()), now)
+
     def _mind_engine(self, now: float) -> None:
         """Start a new engine, or try one that could not be reached, when the time has come.
 
@@ -475,6 +482,6 @@ class Worker:
             self._resume_at = None
         if self._restart_at is not None and now >= self._restart_at and not self._session.leaving:
             self._restart_at = None
-            self._child.start()
+            self._start_engine(now)
         if self._resume_at is not None or self._failed_loads:
             self._session.give_back_ready("unreachable", "the engine cannot be reached")
