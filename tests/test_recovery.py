@@ -15,6 +15,7 @@ from zfabric.broker import Broker
 from zfabric.client import Client
 from zfabric.config import BrokerConfig
 from zfabric.errors import StorageError
+from zfabric.files import FileBacking
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import FROM_BROKER, Status, Type, decode
 from zfabric.recovery import open_backing
@@ -716,4 +717,38 @@ def test_rebuilt_catalog_knows_whose_only_item_has_no_plain_number(
     assert {found.name for found in bench.found.producers.values()} == {"lost-0", "lost-1"}
     assert bench.status()["ready_items"] == 2 + (left == "requeued")
     assert [lost.number for lost in bench.found.quarantined] == [1] * (left == "damaged")
+    bench.check()
+
+
+@pytest.mark.parametrize("capacity", [4, 4_096])
+def test_file_of_results_that_are_read_goes_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    monkeypatch.setattr(FileBacking, "segment_items_max", capacity)
+    bench = DiskBench(tmp_path)
+    producer, worker = bench.producer(), bench.worker()
+    producer.submit([100] * 8)
+    bench.settle()
+    run_all(bench, worker)
+    producer.ack()
+    bench.dispatcher.flush(bench.now)
+    bench.backing.sync()
+    bench.dispatcher.synced()
+    # What is read is marked by now, and its files are there still.
+    bench.crash()
+    assert list((tmp_path / "outbox").rglob("*.seg"))
+    for _ in range(4):
+        bench.tick(1.0)
+    assert not list((tmp_path / "outbox").rglob("*.seg"))
+    # The sequence goes on where it was.
+    again(bench, producer)
+    producer.submit([100] * 2)
+    bench.settle()
+    run_all(bench, bench.worker("gpu1", instance=2))
+    assert (producer.seq, producer.results) == (10, {n: [Status.OK] for n in range(1, 11)})
+    bench.crash()
+    heir = FakeProducer(bench, "job", 1)
+    heir.hello()
+    bench.settle()
+    assert set(heir.results) == {9, 10}
     bench.check()

@@ -44,6 +44,9 @@ def restore(fabric: Fabric, backing: FileBacking, found: Recovered, now: float) 
     graves = Counter(record["producer"] for record in known.dead.values())
     for producer in found.producers.values():
         _restore_producer(fabric, producer, graves[producer.name], now)
+        # Files that a crash left of results that are read: nothing else may ever come for them.
+        outbox_last = producer.acked_seq + len(producer.results)
+        backing.free_results(producer.index, producer.acked_seq, outbox_last)
     lanes: dict[tuple[str, int, int], _Lane] = {}
     for segment in found.segments:
         _count_over(fabric, segment.counts)
