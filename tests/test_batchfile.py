@@ -599,7 +599,7 @@ def test_crash_between_new_name_and_rewrite(files: Files, monkeypatch: pytest.Mo
         assert again.job.name != out.job.name
 
 
-@pytest.mark.parametrize("change", ["size", "first line", "path"])
+@pytest.mark.parametrize("change", ["size", "first line", "path", "order"])
 def test_resume_with_another_input(files: Files, change: str) -> None:
     with files.open() as out:
         out.write_result(1, "a", b"{}")
@@ -609,6 +609,9 @@ def test_resume_with_another_input(files: Files, change: str) -> None:
         files.input.write_bytes(data + line("d"))
     elif change == "first line":
         files.input.write_bytes(data.replace(b'"a"', b'"z"', 1))
+    elif change == "order":
+        first, second, third = data.splitlines(keepends=True)
+        files.input.write_bytes(first + third + second)
     else:
         files.input = files.input.rename(files.input.with_name("moved.jsonl"))
     with pytest.raises(ConfigError, match=r"another run.*--overwrite.*--force"):
@@ -883,6 +886,17 @@ def test_another_model_with_failures_retried(files: Files) -> None:
         assert (again.failures_total, again.bad_lines_total) == (0, 0)
         assert not again.is_done("b")
     assert files.rows(files.errors) == []
+
+
+def test_sidecar_without_a_sample_of_its_input_is_continued(files: Files) -> None:
+    with files.open() as out:
+        out.write_result(1, "a", b"{}")
+    path = sidecar_path(files.output)
+    row = json.loads(path.read_bytes())
+    del row["input"]["sample"]
+    path.write_text(json.dumps(row))
+    with files.open(resume=True) as again:
+        assert again.job.name == out.job.name
 
 
 def test_sidecar_without_a_model_is_of_a_run_without_one(files: Files) -> None:
