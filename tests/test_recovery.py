@@ -15,7 +15,7 @@ from zfabric.broker import Broker
 from zfabric.client import Client
 from zfabric.config import BrokerConfig
 from zfabric.errors import StorageError
-from zfabric.files import FileBacking
+from zfabric.files import SWEEP_S, FileBacking
 from zfabric.osfiles import OsFiles
 from zfabric.protocol import FROM_BROKER, Status, Type, decode
 from zfabric.recovery import open_backing
@@ -751,4 +751,27 @@ def test_file_of_results_that_are_read_goes_after_a_crash(
     heir.hello()
     bench.settle()
     assert set(heir.results) == {9, 10}
+    bench.check()
+
+
+def test_empty_directories_that_a_killed_broker_left_are_removed(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    producer = bench.producer()
+    producer.submit([100] * 20, [Shape.of("m", str(k)) for k in range(20)])
+    bench.settle()
+    run_all(bench, bench.worker())
+    producer.ack()
+    for _ in range(3):
+        bench.now += 0.1
+        bench.settle()
+    assert not list(tmp_path.rglob("*.seg"))
+    assert len(list((tmp_path / "segments" / "m").iterdir())) == 20
+    bench.crash()
+    for _ in range(3):
+        bench.tick(SWEEP_S)
+    assert not list((tmp_path / "segments").glob("m/*"))
+    again(bench, producer)
+    producer.submit([100])
+    bench.settle()
+    assert list((tmp_path / "segments").rglob("*.seg"))
     bench.check()

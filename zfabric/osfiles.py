@@ -141,6 +141,14 @@ class OsFiles:
                     found += [Path(parent) / name for name in chosen]
         return sorted(found)
 
+    def find_empty(self, directory: Path) -> list[Path]:
+        """Every directory below `directory` that nothing is in."""
+        return [
+            Path(parent)
+            for parent, folders, names in os.walk(directory)
+            if not folders and not names and Path(parent) != directory
+        ]
+
     def read(self, path: Path, descriptor: int, size: int, offset: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
         data = b""

@@ -68,6 +68,9 @@ def open_backing(
         recovery.read_files(backing)
         recovery.judge(backing)
         recovery.change(backing)
+        # What a broker that was killed had no time to remove.
+        for part in (SEGMENTS, OUTBOX):
+            backing.left.update(dict.fromkeys(files.find_empty(root / part)))
     except BaseException:
         if backing is not None:
             backing.close()
