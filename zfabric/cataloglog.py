@@ -71,14 +71,18 @@ class CatalogLog:
         self._files.unlink(self._fresh_path)
         descriptor = self._files.open(self._fresh_path, create=True)
         try:
-            self.end = self._write(descriptor, self._catalog, there)
+            end = self._write(descriptor, self._catalog, there)
         finally:
             self._files.close(descriptor)
         self._files.sync_all()
         self._files.rename(self._fresh_path, self._path)
         self._files.sync_all()
         self._catalog.retired &= there
-        self._due = max(self.end + GROWN_BYTES, GROWN_RATIO * self.end)
+        self._is_new(end)
+
+    def _is_new(self, end: int) -> None:
+        self.end = end
+        self._due = max(end + GROWN_BYTES, GROWN_RATIO * end)
 
     def _write(self, descriptor: int, catalog: catalogs.Catalog, there: Iterable[int]) -> int:
         pieces = [catalogs.pack(record) for record in catalog.records(there)]
@@ -147,8 +151,7 @@ class CatalogLog:
             return
         self._descriptors.forget(CATALOG)
         self.close()
-        self.end = now.end
-        self._due = max(self.end + GROWN_BYTES, GROWN_RATIO * self.end)
+        self._is_new(now.end)
 
     def abandon(self) -> None:
         """Leave the log as it is, until it has grown once more."""
